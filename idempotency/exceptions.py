@@ -1,0 +1,124 @@
+"""Every exception the package raises.
+
+A `Refusal` is an answer, not a fault: the operation was not executed by this call, and the
+attributes say what the caller may do next. HTTP doors turn it into RFC 9457 problem+json.
+"""
+
+from __future__ import annotations
+
+import uuid
+from typing import ClassVar
+
+from django.core.exceptions import ImproperlyConfigured
+
+
+class IdempotencyError(Exception):
+    """Base class of everything raised here."""
+
+
+class ConfigurationError(ImproperlyConfigured, IdempotencyError):
+    """The package is used in a way that cannot protect anything."""
+
+
+class ReentrantOperation(IdempotencyError):
+    """An operation was started again inside itself; waiting for it would never end."""
+
+
+class LeaseLost(IdempotencyError):
+    """Another executor owns the operation now; whatever was about to be written is rolled back."""
+
+
+class RolledBack(IdempotencyError):
+    """The handler answered, but its transaction is marked for rollback: there is no effect to record."""
+
+
+class Refusal(IdempotencyError):
+    """The operation was not executed by this call.
+
+    `code` ends the problem type URI, `status` is the HTTP status, `retryable` says whether the same
+    request may succeed later, `key_action` is `same_key`, `new_key` or `wait`, `retry_after` is
+    in seconds.
+    """
+
+    code: ClassVar[str]
+    status: ClassVar[int]
+    title: ClassVar[str]
+    retryable: ClassVar[bool] = False
+    key_action: ClassVar[str] = "new_key"
+
+    def __init__(
+        self,
+        detail: str = "",
+        *,
+        operation_id: uuid.UUID | None = None,
+        retry_after: int | None = None,
+    ) -> None:
+        super().__init__(detail or self.title)
+        self.detail = detail
+        self.operation_id = operation_id
+        self.retry_after = retry_after
+
+
+class MissingKey(Refusal):
+    code = "missing-key"
+    status = 400
+    title = "This request needs an idempotency key."
+
+
+class InvalidKey(Refusal, ValueError):
+    code = "invalid-key"
+    status = 400
+    title = "The idempotency key is not valid."
+
+
+class AnonymousKey(Refusal):
+    code = "anonymous-key"
+    status = 400
+    title = "An idempotency key needs an identified caller."
+
+
+class KeyTooOld(Refusal):
+    code = "key-too-old"
+    status = 400
+    title = "The idempotency key is older than the time outcomes are remembered."
+
+
+class Mismatch(Refusal):
+    code = "mismatch"
+    status = 422
+    title = "The idempotency key was used for a different request."
+
+
+class InProgress(Refusal):
+    code = "in-progress"
+    status = 409
+    title = "The first request with this idempotency key is still being processed."
+    retryable = True
+    key_action = "wait"
+
+
+class OutcomeUnknown(Refusal):
+    code = "outcome-unknown"
+    status = 409
+    title = "The outcome of this operation is being checked."
+    key_action = "wait"
+
+
+class ResponseNotRetained(Refusal):
+    code = "response-not-retained"
+    status = 410
+    title = "The operation has finished, and its response was not kept."
+
+
+class KeyExpired(Refusal):
+    code = "key-expired"
+    status = 410
+    title = "The operation finished earlier, and its response is no longer kept."
+
+
+class Unavailable(Refusal):
+    code = "unavailable"
+    status = 503
+    title = "The operation could not be protected or completed right now."
+    retryable = True
+    key_action = "same_key"
