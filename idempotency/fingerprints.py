@@ -114,11 +114,9 @@ def canonical_query(pairs: Iterable[tuple[bytes, bytes]]) -> bytes:
     return canonical_form(pairs)
 
 
-def canonical_form(
-    pairs: Iterable[tuple[bytes, bytes]], exclude: Exclude = frozenset()
-) -> bytes:
+def canonical_form(pairs: Iterable[tuple[bytes, bytes]], exclude: Exclude = frozenset()) -> bytes:
     """Form fields sorted by name; the values of one name keep their order."""
-    return canonical_records(((name, value) for name, value in pairs), exclude)
+    return canonical_records(pairs, exclude)
 
 
 def canonical_records(
@@ -146,7 +144,9 @@ def _secrets() -> tuple[tuple[str, bytes], ...]:
     if not configured:
         configured = (settings.SECRET_KEY, *settings.SECRET_KEY_FALLBACKS)
     elif isinstance(configured, str | bytes):
-        raise ConfigurationError("IDEMPOTENCY['FINGERPRINT_SECRETS'] is a list of secrets, newest first.")
+        raise ConfigurationError(
+            "IDEMPOTENCY['FINGERPRINT_SECRETS'] is a list of secrets, newest first."
+        )
     return tuple(map(_derived, configured))
 
 
@@ -158,9 +158,7 @@ def _derived(secret: str | bytes) -> tuple[str, bytes]:
     return hmac.digest(key, b"key id", "sha256")[:4].hex(), key
 
 
-_ADVICE = (
-    "Pass plain values (a primary key instead of an object), or give the policy its own `fingerprint`."
-)
+_ADVICE = "Pass plain values (a primary key instead of an object), or give the policy its own `fingerprint`."
 
 
 class _TooDeep(Exception):
@@ -217,7 +215,9 @@ class _Encoder:
         if isinstance(value, list | tuple):
             return "[" + ",".join([self.encode(item, path, depth) for item in value]) + "]"
         if isinstance(value, set | frozenset):
-            return "set[" + ",".join(sorted([self.encode(item, path, depth) for item in value])) + "]"
+            return (
+                "set[" + ",".join(sorted([self.encode(item, path, depth) for item in value])) + "]"
+            )
         members = []
         for name, member in value.items():
             inner = f"{path}.{name}" if path else str(name)
