@@ -1,8 +1,7 @@
-"""Fingerprints: what a request or call asks for, as a keyed hash that can be stored and compared."""
+"""Fingerprints: what a request or call asks for, as a keyed hash to store and compare."""
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -37,7 +36,7 @@ class Fingerprint:
     canonical: bytes
 
     def digest(self) -> str:
-        """`version:key id:HMAC-SHA256`, 75 characters. A plain hash of personal data can be guessed."""
+        """`version:key id:HMAC-SHA256`, 75 characters. Keyed: plain hashes can be guessed."""
         key_id, secret = _secrets()[0]
         return f"{VERSION}:{key_id}:{self._hmac(secret)}"
 
@@ -68,9 +67,9 @@ def of(*parts: bytes | str) -> Fingerprint:
 def of_value(value: Any, exclude: Exclude = frozenset()) -> Fingerprint:
     """The fingerprint of plain Python data, for function arguments.
 
-    Takes None, bool, int, finite float, str, bytes, Decimal, UUID, dates and times, Enum (by value),
-    saved model instances (by label and primary key), and lists, tuples, sets and dicts of these.
-    Aware datetimes are compared as instants. Raises TypeError for anything else.
+    Takes None, bool, int, finite float, str, bytes, Decimal, UUID, dates and times, Enum (by
+    value), saved model instances (by label and primary key), and lists, tuples, sets and dicts of
+    these. Aware datetimes are compared as instants. Raises TypeError for anything else.
     """
     return of(canonical_value(value, exclude))
 
@@ -90,11 +89,12 @@ def canonical_value(
 
 
 def canonical_json(raw: bytes, exclude: Exclude = frozenset()) -> bytes | None:
-    """JSON text with its members sorted and its whitespace gone, or None if `raw` is not plain JSON.
+    """JSON with sorted members and without whitespace, or None if `raw` is not plain JSON.
 
-    Numbers stay as written: 1 is not 1.0, and no digit is lost. None for invalid JSON, NaN, duplicate
-    member names and more than 100 levels: the caller hashes the raw bytes then. `exclude` names
-    members by dotted path ("meta.sent_at"); a path goes through lists as if they were not there.
+    Numbers stay as written: 1 is not 1.0, and no digit is lost. None for invalid JSON, NaN,
+    duplicate member names and more than 100 levels: the caller hashes the raw bytes then. `exclude`
+    names members by dotted path ("meta.sent_at"); a path goes through lists as if they were not
+    there.
     """
     try:
         value = json.loads(
@@ -158,7 +158,7 @@ def _derived(secret: str | bytes) -> tuple[str, bytes]:
     return hmac.digest(key, b"key id", "sha256")[:4].hex(), key
 
 
-_ADVICE = "Pass plain values (a primary key instead of an object), or give the policy its own `fingerprint`."
+_ADVICE = "Pass plain values (a primary key, not an object), or give the policy a `fingerprint`."
 
 
 class _TooDeep(Exception):
@@ -186,7 +186,7 @@ def _refuse(constant: str) -> None:
 
 
 class _Encoder:
-    """Values to text. What JSON has is written as JSON, the rest as `type"text"`, which is not JSON."""
+    """Values to text: JSON where JSON has the type, else `type"text"`, which no JSON equals."""
 
     def __init__(
         self, exclude: Exclude, unknown: Callable[[Any], bytes | str] | None = None
@@ -250,11 +250,11 @@ class _Encoder:
             return f'timedelta"{value.days} {value.seconds} {value.microseconds}"'
         if isinstance(value, bytes | bytearray | memoryview):
             return f'bytes"{bytes(value).hex()}"'
-        meta = getattr(value, "_meta", None)
-        if hasattr(meta, "label_lower") and not isinstance(value, type):
+        if hasattr(value, "_meta") and not isinstance(value, type):
+            label = value._meta.concrete_model._meta.label_lower
             if value.pk is None:
-                raise TypeError(f"An unsaved {meta.label} has no fingerprint. {_ADVICE}")
-            return f"{meta.concrete_model._meta.label_lower}[{self.encode(value.pk)}]"
+                raise TypeError(f"An unsaved {label} has no fingerprint. {_ADVICE}")
+            return f"{label}[{self.encode(value.pk)}]"
         if self.unknown is not None:
             name = self.unknown(value)
             return "unknown" + quoted(name if isinstance(name, str) else name.hex())

@@ -44,8 +44,8 @@ def encode(scope: Scope) -> str:
 def principal(request: Any) -> Scope:
     """The authenticated user, by primary key: the same after a new login or a new token.
 
-    A user object without a database row (stateless tokens) is named by its `pk` or `id`, else by
-    its user name. Raises AnonymousKey when nobody is authenticated.
+    A user object without a database row (stateless tokens) is taken for the user its `pk` or `id`
+    names, else it is named by its user name. Raises AnonymousKey when nobody is authenticated.
     """
     user = getattr(request, "user", None)
     if user is None or not getattr(user, "is_authenticated", False):
@@ -64,7 +64,8 @@ def principal(request: Any) -> Scope:
 def session(request: Any) -> Scope:
     """The browser session, for visitors who are not logged in; created if there is none yet.
 
-    A login or logout starts a new key space. Raises ConfigurationError without server-side sessions.
+    A login or logout starts a new key space. Raises ConfigurationError without server-side
+    sessions.
     """
     if settings.SESSION_ENGINE == "django.contrib.sessions.backends.signed_cookies":
         raise ConfigurationError(

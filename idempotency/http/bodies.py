@@ -63,15 +63,17 @@ def spool(request: Any) -> None:
 
     The body moves to a temporary file (in memory while it is small) that becomes the request's
     stream, unread as before: `request.body`, `request.POST`, upload handlers and DRF's parsers work
-    on it with their own limits. Nothing happens if the stream can be rewound already, as under ASGI,
-    or is used up. Raises UnreadablePostError if the client went away.
+    on it with their own limits. Nothing happens if the stream can be rewound already, as under
+    ASGI, or is used up. Raises UnreadablePostError if the client went away.
     """
     http: Any = django_request(request)
     stream = getattr(http, "_stream", None)
     if stream is None or hasattr(http, "_body") or http._read_started or _seekable(stream):
         return
     in_memory = max(settings.FILE_UPLOAD_MAX_MEMORY_SIZE, 1)  # 0 would mean no limit below
-    buffer = tempfile.SpooledTemporaryFile(in_memory, dir=settings.FILE_UPLOAD_TEMP_DIR)
+    buffer = tempfile.SpooledTemporaryFile(  # noqa: SIM115
+        in_memory, dir=settings.FILE_UPLOAD_TEMP_DIR
+    )
     try:
         while chunk := http.read(_CHUNK):
             buffer.write(chunk)
@@ -89,8 +91,8 @@ def canonical_body(request: Any, exclude: frozenset[str]) -> Parts:
     """The kind of the body and its canonical bytes or hash, read from a stream that is rewound.
 
     JSON and forms up to 1 MiB and multipart bodies of any size are compared by content without the
-    fields of `exclude`; everything else byte for byte. A body that somebody parsed before it could be
-    spooled is compared as parsed. Raises what Django raises for malformed or too big forms.
+    fields of `exclude`; everything else byte for byte. A body that somebody parsed before it could
+    be spooled is compared as parsed. Raises what Django raises for malformed or too big forms.
     """
     http: Any = django_request(request)
     media_type = http.content_type or ""
@@ -105,7 +107,7 @@ def canonical_body(request: Any, exclude: frozenset[str]) -> Parts:
         except MultiPartParserError:
             if not is_drf(request):
                 raise
-            # DRF has an answer of its own to a malformed form; a parser of the project's may take it.
+            # DRF has its own answer to a malformed form; a parser of the project's may take it.
             request.data  # noqa: B018
     elif media_type == _FORM or is_json(media_type):
         with _from_start(stream):
@@ -129,8 +131,8 @@ def _parsed(request: Any, http: Any, media_type: str, exclude: frozenset[str]) -
         return "multipart", _records(_pairs(post), _uploads(files), exclude)
     if is_drf(request):
         return "data", fingerprints.canonical_value(request.data, exclude, _describe)
-    # Django leaves POST and FILES empty after somebody else read the stream. Comparing "empty" would
-    # replay one upload's response to another.
+    # Django leaves POST and FILES empty after somebody else read the stream. Comparing "empty"
+    # would replay one upload's response to another.
     advice = (
         "The request body was used up before it could be compared. Call "
         "idempotency.http.requests.spool(request) before reading it, or set Policy.fingerprint."
@@ -140,7 +142,7 @@ def _parsed(request: Any, http: Any, media_type: str, exclude: frozenset[str]) -
     raise ConfigurationError(advice)
 
 
-def _multipart(http: HttpRequest, stream: IO[bytes], exclude: frozenset[str]) -> bytes:
+def _multipart(http: HttpRequest, stream: Any, exclude: frozenset[str]) -> bytes:
     # Not through request.POST: the view may still want to set its own upload handlers.
     size = stream.seek(0, 2)
     stream.seek(0)

@@ -52,8 +52,8 @@ def request_fingerprint(request: Any, policy: Resolved) -> Fingerprint:
 
     Equal for every honest retry: neither credentials, cookies, dates, trace ids and content
     negotiation nor JSON member order, whitespace and multipart boundaries count. A body with a
-    Content-Encoding is compared as it was sent. A value returned by `policy.fingerprint` replaces all
-    but method and path; a `Fingerprint` replaces everything.
+    Content-Encoding is compared as it was sent. A value returned by `policy.fingerprint` replaces
+    all but method and path; a `Fingerprint` replaces everything.
 
     Raises what Django raises for a body it cannot parse or finds too big, and UnreadablePostError.
     """
@@ -77,8 +77,8 @@ def _custom(value: Any, request: HttpRequest) -> Fingerprint:
         return value
     if value is None:
         raise ConfigurationError(
-            "Policy.fingerprint returned None. Return what identifies the request, or b'' to compare "
-            "nothing but method and path."
+            "Policy.fingerprint returned None. Return what identifies the request, or b'' to "
+            "compare nothing but method and path."
         )
     if isinstance(value, bytes | str):
         kind, data = type(value).__name__, value
