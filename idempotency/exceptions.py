@@ -32,6 +32,10 @@ class RolledBack(IdempotencyError):
     """The handler answered, but its transaction is marked for rollback: there is no effect to record."""
 
 
+class NotFinal(IdempotencyError):
+    """The handler returned an answer that must not be kept (a 503, say); its effects are rolled back."""
+
+
 class Refusal(IdempotencyError):
     """The operation was not executed by this call.
 

@@ -93,11 +93,15 @@ class Policy:
             if value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int | float | timedelta):
-                raise ConfigurationError(f"Policy.{field} takes seconds or a timedelta, not {value!r}")
+                raise ConfigurationError(
+                    f"Policy.{field} takes seconds or a timedelta, not {value!r}"
+                )
             if not isinstance(value, timedelta):
                 object.__setattr__(self, field, timedelta(seconds=value))
             if getattr(self, field) < timedelta(seconds=least):
-                raise ConfigurationError(f"Policy.{field} must be at least {least} s, not {value!r}")
+                raise ConfigurationError(
+                    f"Policy.{field} must be at least {least} s, not {value!r}"
+                )
         if self.on_interrupted not in (None, "rerun", "reconcile"):
             raise ConfigurationError(
                 f'Policy.on_interrupted is "rerun" or "reconcile", not {self.on_interrupted!r}'

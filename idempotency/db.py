@@ -1,0 +1,313 @@
+"""The only file that asks what the database can do: claim, lock, clock, retryable errors.
+
+SQL is written out instead of built by the ORM because these statements run on every request
+(building them would cost more than running them), and because none of them exists in the ORM:
+an insert that yields to an earlier row and returns it, on the clock of the database.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from django.db import DatabaseError, InterfaceError, OperationalError, connections
+from django.db.backends.base.base import BaseDatabaseWrapper
+
+from .models import Event, Operation
+
+#: What a duplicate's answer needs, beside the id that is known already.
+READ = (
+    "scope",
+    "key",
+    "name",
+    "status",
+    "fingerprint",
+    "attempt",
+    "owner",
+    "stepwise",
+    "code",
+    "headers",
+    "body",
+    "last_error",
+)  # fmt: skip
+
+#: SQLSTATE classes and MySQL error numbers after which the same statements may simply succeed.
+_TRANSIENT_SQLSTATES = ("40001", "40P01", "55P03", "57P", "08", "53", "25P03")
+_TRANSIENT_ERRNOS = {1020, 1040, 1205, 1213, 2002, 2003, 2006, 2013, 2055, 4031}
+_SQLITE_BUSY = ("locked", "busy")
+
+
+def is_transient(error: BaseException) -> bool:
+    """Deadlock, serialization failure, lock timeout, lost connection, busy SQLite."""
+    if not isinstance(error, DatabaseError | InterfaceError):
+        return False
+    cause = error.__cause__ or error
+    state = getattr(cause, "sqlstate", None) or getattr(cause, "pgcode", None)
+    if state:
+        return str(state).startswith(_TRANSIENT_SQLSTATES)
+    if isinstance(error, InterfaceError):
+        return True
+    if not isinstance(error, OperationalError):
+        return False
+    if error.args and isinstance(error.args[0], int):
+        return error.args[0] in _TRANSIENT_ERRNOS
+    if type(cause).__module__ == "sqlite3":
+        return any(word in str(error) for word in _SQLITE_BUSY)
+    return True  # psycopg without an SQLSTATE: the connection broke before the server could say why
+
+
+def drop_if_broken(using: str) -> None:
+    """Close a connection whose server side is gone, so that the next statement opens another."""
+    connection = connections[using]
+    if (
+        connection.connection is None
+        or connection.in_atomic_block
+        or not connection.errors_occurred
+    ):
+        return
+    if not connection.is_usable():
+        connection.close()
+
+
+def _is_lock_timeout(error: OperationalError) -> bool:
+    return bool(error.args) and error.args[0] == 1205
+
+
+class Statements:
+    """The protocol's statements for one kind of database.
+
+    `claim` comes in three shapes, by what the database can return from an insert that conflicts:
+    PostgreSQL must not touch the existing row (the executor holds its lock and an update would wait),
+    MariaDB and SQLite return it from a no-op upsert (SQLite has no row locks; MariaDB gives up at
+    once when the row is locked), and MySQL can return nothing, so it reads first.
+    """
+
+    def __init__(self, connection: BaseDatabaseWrapper) -> None:
+        self.vendor = connection.vendor
+        self.is_mariadb = bool(getattr(connection, "mysql_is_mariadb", False))
+        features = connection.features
+        self.upserts = self.vendor == "sqlite" or self.is_mariadb
+        self.row_locks = bool(features.has_select_for_update)
+        quote = connection.ops.quote_name
+        self.table = quote(Operation._meta.db_table)
+        self.events = quote(Event._meta.db_table)
+
+        if self.vendor == "postgresql":
+            now = "STATEMENT_TIMESTAMP()"
+            self.after = "STATEMENT_TIMESTAMP() + %s * INTERVAL '1 second'"
+        elif self.vendor == "mysql":
+            # Not NOW(): the session time zone is the server's, the column holds UTC.
+            now = "UTC_TIMESTAMP(6)"
+            self.after = "UTC_TIMESTAMP(6) + INTERVAL %s SECOND"
+        else:
+            now = "STRFTIME('%%Y-%%m-%%d %%H:%%M:%%f', 'NOW')"
+            self.after = "STRFTIME('%%Y-%%m-%%d %%H:%%M:%%f', 'NOW', %s || ' seconds')"
+        self.now = now
+        q = quote
+        t = self.table
+        columns = ", ".join(f"{t}.{q(c)}" for c in READ)
+        self.read_columns = (
+            f"{columns}, "
+            f"CASE WHEN {t}.{q('expires_at')} <= {now} THEN 1 ELSE 0 END, "
+            f"CASE WHEN {t}.{q('tombstone_until')} <= {now} THEN 1 ELSE 0 END, "
+            f"(SELECT COUNT(*) FROM {self.events} WHERE {self.events}.{q('operation_id')} = {t}.{q('id')})"
+        )
+        self.read = f"SELECT {self.read_columns} FROM {t} WHERE {q('id')} = %s"  # noqa: S608
+
+        inserted = (
+            "id",
+            "scope",
+            "key",
+            "name",
+            "status",
+            "fingerprint",
+            "attempt",
+            "owner",
+            "stepwise",
+        )
+        values = ", ".join(["%s"] * len(inserted))
+        self.insert = (
+            f"INTO {t} ({', '.join(map(q, inserted))}, {q('created_at')}, {q('due_at')}) "
+            f"VALUES ({values}, {now}, {self.after})"
+        )
+        if self.vendor == "postgresql":
+            self.claim = (
+                f"WITH claimed AS (INSERT {self.insert} ON CONFLICT ({q('id')}) DO NOTHING RETURNING 1) "
+                f"SELECT (SELECT 1 FROM claimed), {self.read_columns} "
+                f"FROM (SELECT 1) one LEFT JOIN {t} ON {t}.{q('id')} = %s"
+            )
+        elif self.is_mariadb:
+            owner = f"{t}.{q('owner')}"
+            self.claim = (
+                f"SET STATEMENT innodb_lock_wait_timeout=0 FOR INSERT {self.insert} "
+                f"ON DUPLICATE KEY UPDATE {owner} = {owner} RETURNING {self.read_columns}"
+            )
+        elif self.upserts:
+            self.claim = (
+                f"INSERT {self.insert} ON CONFLICT ({q('id')}) DO UPDATE SET {q('owner')} = {t}.{q('owner')} "
+                f"RETURNING {self.read_columns}"
+            )
+        else:
+            self.claim = f"INSERT IGNORE {self.insert}"
+
+        locked = (
+            f"{q('status')}, {q('attempt')}, {q('owner')}, "
+            f"CASE WHEN {q('tombstone_until')} <= {now} THEN 1 ELSE 0 END, {q('last_error')}"
+        )
+        self.lock = f"SELECT {locked} FROM {t} WHERE {q('id')} = %s"
+        # NO KEY: FOR UPDATE would also stop the foreign-key checks of other transactions' child rows.
+        # SKIP LOCKED, not NOWAIT: it says the same without aborting the transaction it runs in.
+        if self.vendor == "postgresql":
+            self.lock += " FOR NO KEY UPDATE SKIP LOCKED"
+        elif self.row_locks:
+            self.lock += (
+                " FOR UPDATE SKIP LOCKED"
+                if features.has_select_for_update_skip_locked
+                else " FOR UPDATE"
+            )
+        else:
+            # SQLite locks the whole database, and a transaction that has read may be refused the
+            # write lock later: the first statement must write.
+            self.lock = f"UPDATE {t} SET {q('owner')} = {q('owner')} WHERE {q('id')} = %s RETURNING {locked}"
+
+        self.complete = (
+            f"UPDATE {t} SET {q('status')} = %s, {q('attempt')} = %s, {q('owner')} = %s, {q('code')} = %s, "
+            f"{q('headers')} = %s, {q('body')} = %s, {q('last_error')} = %s, {q('finished_at')} = {now}, "
+            f"{q('expires_at')} = {self.after}, {q('tombstone_until')} = {self.after}, "
+            f"{q('due_at')} = {self.after} WHERE {q('id')} = %s"
+        )
+        self.fail = (
+            f"UPDATE {t} SET {q('attempt')} = %s, {q('owner')} = %s, {q('last_error')} = %s, "
+            f"{q('due_at')} = {self.after} WHERE {q('id')} = %s"
+        )
+        self.renew = (
+            f"UPDATE {t} SET {q('name')} = %s, {q('status')} = %s, {q('fingerprint')} = %s, {q('attempt')} = %s, "
+            f"{q('owner')} = %s, {q('stepwise')} = %s, {q('code')} = NULL, {q('headers')} = NULL, "
+            f"{q('body')} = NULL, {q('last_error')} = '', {q('created_at')} = {now}, {q('finished_at')} = NULL, "
+            f"{q('expires_at')} = NULL, {q('tombstone_until')} = NULL, {q('due_at')} = {self.after} "
+            f"WHERE {q('id')} = %s"
+        )
+        self.event = (
+            f"INSERT INTO {self.events} ({q('operation_id')}, {q('kind')}, {q('attempt')}, {q('detail')}, "
+            f"{q('created_at')}) VALUES (%s, %s, %s, %s, {now})"
+        )
+
+
+_statements: dict[str, Statements] = {}
+
+
+def statements(connection: BaseDatabaseWrapper) -> Statements:
+    found = _statements.get(connection.alias)
+    if found is None or found.vendor != connection.vendor:
+        found = _statements[connection.alias] = Statements(connection)
+    return found
+
+
+def _pk(connection: BaseDatabaseWrapper, value: uuid.UUID) -> Any:
+    return Operation._meta.pk.get_db_prep_value(value, connection, prepared=True)
+
+
+def _operation(connection: BaseDatabaseWrapper, pk: uuid.UUID, row: Sequence[Any]) -> Operation:
+    operation = Operation.from_db(connection.alias, ("id", *READ), (pk, *row[: len(READ)]))
+    operation.expired, operation.forgotten = bool(row[-3]), bool(row[-2])
+    operation.event_count = row[-1]
+    return operation
+
+
+def claim(using: str, values: Mapping[str, Any], keep: float) -> tuple[bool, Operation | None]:
+    """Insert the operation unless it exists. Returns (is it new, the row that was there).
+
+    (False, None) means the row vanished meanwhile (purged) or appeared just now: ask again.
+    Never waits for an executor that holds the row's lock. `keep` is in seconds.
+    """
+    connection = connections[using]
+    sql = statements(connection)
+    pk = values["id"]
+    key = _pk(connection, pk)
+    params = [
+        key,
+        values["scope"],
+        values["key"],
+        values["name"],
+        values["status"],
+        values["fingerprint"],
+        values["attempt"],
+        values["owner"],
+        values["stepwise"],
+        keep,
+    ]
+    with connection.cursor() as cursor:
+        if sql.vendor == "postgresql":
+            cursor.execute(sql.claim, [*params, key])
+            row = cursor.fetchone()
+            if row[0]:
+                return True, None
+            return False, None if row[1] is None else _operation(connection, pk, row[1:])
+        if sql.upserts:
+            try:
+                cursor.execute(sql.claim, params)
+            except OperationalError as error:
+                if not _is_lock_timeout(error):
+                    raise
+                return False, _read(connection, cursor, sql, pk, key)
+            row = cursor.fetchall()[0]
+            if row[READ.index("owner")] == values["owner"]:
+                return True, None
+            return False, _operation(connection, pk, row)
+        found = _read(connection, cursor, sql, pk, key)
+        if found is not None:
+            return False, found
+        cursor.execute(sql.claim, params)
+        return cursor.rowcount == 1, None
+
+
+def _read(
+    connection: BaseDatabaseWrapper, cursor: Any, sql: Statements, pk: uuid.UUID, key: Any
+) -> Operation | None:
+    cursor.execute(sql.read, [key])
+    row = cursor.fetchone()
+    return None if row is None else _operation(connection, pk, row)
+
+
+def read(using: str, pk: uuid.UUID) -> Operation | None:
+    """The row as it is now on the primary."""
+    connection = connections[using]
+    with connection.cursor() as cursor:
+        return _read(connection, cursor, statements(connection), pk, _pk(connection, pk))
+
+
+class Locked(NamedTuple):
+    """The state that decides, seen while holding the row's lock."""
+
+    status: str
+    attempt: int
+    owner: str
+    forgotten: bool
+    last_error: str
+
+
+def lock(using: str, pk: uuid.UUID) -> Locked | None:
+    """Take the row's lock inside the current transaction; None: somebody else has it, or no row."""
+    connection = connections[using]
+    with connection.cursor() as cursor:
+        cursor.execute(statements(connection).lock, [_pk(connection, pk)])
+        rows = cursor.fetchall()
+    return Locked(*rows[0]) if rows else None
+
+
+def execute(using: str, statement: str, params: Sequence[Any], pk: uuid.UUID) -> int:
+    """Run one of the row's updates (the id is its last parameter); returns the matched rows."""
+    connection = connections[using]
+    sql = statements(connection)
+    with connection.cursor() as cursor:
+        cursor.execute(getattr(sql, statement), [*params, _pk(connection, pk)])
+        return int(cursor.rowcount)
+
+
+def add_event(using: str, pk: uuid.UUID, kind: str, attempt: int, detail: str) -> None:
+    connection = connections[using]
+    with connection.cursor() as cursor:
+        cursor.execute(
+            statements(connection).event, [_pk(connection, pk), kind, attempt, detail[:255]]
+        )

@@ -1,0 +1,1 @@
+"""Between HTTP and the engine: `requests` (key, fingerprint), `responses` (outcome ⇄ response), `problems`, `doors`."""

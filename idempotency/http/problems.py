@@ -1,0 +1,48 @@
+"""Refusals as RFC 9457 problem details."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from django.http import HttpRequest, HttpResponse
+
+from ..conf import conf
+from ..exceptions import Refusal
+
+
+def problem(refusal: Refusal, request: HttpRequest | None = None) -> HttpResponse:
+    """The response for a refusal: `application/problem+json`, never cached, never stored.
+
+    A project replaces the rendering with IDEMPOTENCY["PROBLEM_RENDERER"], a
+    callable(request, refusal) -> HttpResponse or None (None: this one).
+    """
+    if conf.PROBLEM_RENDERER is not None:
+        rendered = conf.PROBLEM_RENDERER(request, refusal)
+        if rendered is not None:
+            return rendered
+    response = HttpResponse(
+        json.dumps(members(refusal)), status=refusal.status, content_type="application/problem+json"
+    )
+    response["Cache-Control"] = "no-store"
+    if refusal.retry_after is not None:
+        response["Retry-After"] = str(refusal.retry_after)
+    if conf.DOCUMENTATION_URL:
+        response["Link"] = f'<{conf.DOCUMENTATION_URL}#{refusal.code}>; rel="help"'
+    return response
+
+
+def members(refusal: Refusal) -> dict[str, Any]:
+    """The members of the problem object; clients branch on `type`, never on the status alone."""
+    result: dict[str, Any] = {
+        "type": f"{conf.PROBLEM_TYPE}{refusal.code}",
+        "title": str(refusal.title),
+        "status": refusal.status,
+    }
+    if refusal.detail:
+        result["detail"] = refusal.detail
+    result["retryable"] = refusal.retryable
+    result["key_action"] = refusal.key_action
+    if refusal.operation_id is not None:
+        result["operation_id"] = str(refusal.operation_id)
+    return result

@@ -1,0 +1,337 @@
+"""The tables. `Operation` is one user intent; everything else is about it.
+
+Rows on the request path are written by `db.py`; the ORM serves admin, purge and tests.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from django.db import models
+from django.db.models import Q
+from django.utils.translation import gettext_lazy as _
+
+from . import keys
+from .exceptions import NotFinal
+
+
+class Status(models.TextChoices):
+    PROCESSING = "processing", _("Processing")
+    SUCCEEDED = "succeeded", _("Succeeded")
+    FAILED = "failed", _("Failed")
+    REQUIRES_ACTION = "requires_action", _("Requires action")
+    RECONCILING = "reconciling", _("Reconciling")
+    REVERSED = "reversed", _("Reversed")
+
+
+#: Statuses with a stored outcome: a duplicate gets it replayed.
+FINAL = frozenset({Status.SUCCEEDED, Status.FAILED, Status.REQUIRES_ACTION, Status.REVERSED})
+
+#: Where a status may go. Re-use of a key after its window starts a new life at `processing`.
+TRANSITIONS: dict[str, frozenset[str]] = {
+    Status.PROCESSING: frozenset(
+        {
+            Status.SUCCEEDED,
+            Status.FAILED,
+            Status.REQUIRES_ACTION,
+            Status.RECONCILING,
+            Status.REVERSED,
+        }
+    ),
+    Status.RECONCILING: frozenset(
+        {
+            Status.PROCESSING,
+            Status.SUCCEEDED,
+            Status.FAILED,
+            Status.REQUIRES_ACTION,
+            Status.REVERSED,
+        }
+    ),
+    Status.REQUIRES_ACTION: frozenset(
+        {Status.PROCESSING, Status.SUCCEEDED, Status.FAILED, Status.RECONCILING, Status.REVERSED}
+    ),
+    Status.SUCCEEDED: frozenset({Status.REVERSED}),
+    Status.FAILED: frozenset(),
+    Status.REVERSED: frozenset(),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a duplicate will be answered with. `body` is None when it was not retained."""
+
+    status: str
+    code: int | None = None
+    headers: dict[str, str] = field(default_factory=dict)
+    body: bytes | None = b""
+
+
+class OperationQuerySet(models.QuerySet["Operation"]):
+    def by_key(self, key: str) -> OperationQuerySet:
+        """Operations of every scope with exactly this key, through the key's index."""
+        return self.filter(key=key)
+
+    def unfinished(self) -> OperationQuerySet:
+        return self.filter(status__in=(Status.PROCESSING, Status.RECONCILING))
+
+
+class Operation(models.Model):
+    """One logical user intent, named by (scope, key); `id` is derived from both."""
+
+    id = models.UUIDField(primary_key=True, editable=False)
+    scope = models.CharField(_("scope"), max_length=255)
+    key = models.CharField(_("key"), max_length=255)
+    name = models.CharField(_("operation"), max_length=200)
+    status = models.CharField(_("status"), max_length=16, choices=Status)
+    fingerprint = models.CharField(_("fingerprint"), max_length=80)
+    #: Executions so far, including the running one; only ever grows, also over re-use of the key.
+    attempt = models.PositiveIntegerField(_("attempts"))
+    #: Token of the latest executor: what it wrote can be told from what others wrote.
+    owner = models.CharField(max_length=32, editable=False)
+    stepwise = models.BooleanField(_("stepwise"), db_default=False)
+    lease_expires_at = models.DateTimeField(_("lease expires"), null=True, blank=True)
+
+    code = models.PositiveSmallIntegerField(_("response code"), null=True, blank=True)
+    headers = models.TextField(_("response headers"), null=True, blank=True)  # noqa: DJ001 (no default on MySQL)
+    body = models.BinaryField(_("response body"), null=True, blank=True)
+    last_error = models.CharField(_("last error"), max_length=255, db_default="")
+
+    created_at = models.DateTimeField(_("created"))
+    finished_at = models.DateTimeField(_("finished"), null=True, blank=True)
+    expires_at = models.DateTimeField(_("replays until"), null=True, blank=True)
+    tombstone_until = models.DateTimeField(_("refuses until"), null=True, blank=True)
+    #: When maintenance looks at the row next: purge, completer or reconciler, by status.
+    due_at = models.DateTimeField(editable=False)
+    #: How often a reconciler has asked without an answer.
+    checks = models.PositiveIntegerField(_("checks"), db_default=0)
+    #: JSON arguments of a stepwise function or task, so that the completer can run it again.
+    arguments = models.TextField(_("arguments"), null=True, blank=True)  # noqa: DJ001 (no default on MySQL)
+
+    objects: ClassVar[models.Manager[Operation]] = OperationQuerySet.as_manager()
+
+    # Answers of the database's clock, filled in by db.py.
+    expired: bool = False
+    forgotten: bool = False
+    event_count: int = 0
+
+    class Meta:
+        verbose_name = _("operation")
+        verbose_name_plural = _("operations")
+        ordering = ("-created_at",)
+        indexes = (
+            # Serves equality and prefixes on PostgreSQL; others ignore the operator class.
+            models.Index(
+                fields=["key"], opclasses=["varchar_pattern_ops"], name="idempotency_op_key"
+            ),
+            models.Index(fields=["created_at"], name="idempotency_op_created"),
+            models.Index(fields=["status", "due_at"], name="idempotency_op_due"),
+        )
+        constraints = (
+            models.CheckConstraint(
+                condition=Q(status__in=Status.values), name="idempotency_op_status_known"
+            ),
+            models.CheckConstraint(
+                condition=Q(
+                    status__in=(Status.PROCESSING, Status.RECONCILING), expires_at__isnull=True
+                )
+                | Q(status__in=sorted(FINAL), expires_at__isnull=False),
+                name="idempotency_op_final_expires",
+            ),
+            models.CheckConstraint(condition=Q(attempt__gte=1), name="idempotency_op_attempt"),
+        )
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.id}"
+
+    @property
+    def is_final(self) -> bool:
+        return self.status in FINAL
+
+    def derive_key(self, name: str) -> str:
+        """A key for a downstream system: the same on every attempt, takeover, deploy and re-use.
+
+        `name` tells the calls of one operation apart. Returns a UUID as text (36 characters).
+        """
+        return keys.derive(self.id, name)
+
+    def outcome(self) -> Outcome:
+        """The stored outcome as it lies in the database."""
+        return Outcome(
+            status=self.status,
+            code=self.code,
+            headers=json.loads(self.headers) if self.headers else {},
+            body=None if self.body is None else bytes(self.body),
+        )
+
+
+class EventKind(models.TextChoices):
+    REPLAYED = "replayed", _("Replayed")
+    REFUSED = "refused", _("Refused")
+    ATTEMPT_FAILED = "attempt_failed", _("Attempt failed")
+    TAKEN_OVER = "taken_over", _("Taken over")
+    RENEWED = "renewed", _("Key used again")
+    ADMIN = "admin", _("Changed by staff")
+
+
+class Event(models.Model):
+    """Something rare that happened to an operation. A plain first success writes none.
+
+    No database-level foreign key: a refusal is written while the executor holds the parent's
+    row lock, and MySQL's constraint check would wait for it.
+    """
+
+    operation = models.ForeignKey(
+        Operation,
+        on_delete=models.DO_NOTHING,
+        db_constraint=False,
+        related_name="events",
+        db_index=False,
+    )
+    kind = models.CharField(_("event"), max_length=20, choices=EventKind)
+    attempt = models.PositiveIntegerField(_("attempt"))
+    detail = models.CharField(_("detail"), max_length=255)
+    created_at = models.DateTimeField(_("time"))
+
+    class Meta:
+        verbose_name = _("event")
+        verbose_name_plural = _("events")
+        ordering = ("id",)
+        indexes = (models.Index(fields=["operation", "id"], name="idempotency_event_op"),)
+
+    def __str__(self) -> str:
+        return f"{self.get_kind_display()} {self.detail}".strip()
+
+
+class Reference(models.Model):
+    """Another name an operation is known by: the order it made, the charge at the provider."""
+
+    operation = models.ForeignKey(
+        Operation, on_delete=models.DO_NOTHING, db_constraint=False, related_name="references"
+    )
+    name = models.CharField(_("name"), max_length=100)
+    value = models.CharField(_("value"), max_length=150)
+
+    class Meta:
+        verbose_name = _("reference")
+        verbose_name_plural = _("references")
+        indexes = (models.Index(fields=["value"], name="idempotency_ref_value"),)
+        constraints = (
+            models.UniqueConstraint(
+                fields=["operation", "name", "value"], name="idempotency_ref_once"
+            ),
+        )
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.value}"
+
+
+class StepStatus(models.TextChoices):
+    STARTED = "started", _("Started")
+    DONE = "done", _("Done")
+
+
+class Step(models.Model):
+    """A recovery point of a stepwise operation, identified by its name."""
+
+    operation = models.ForeignKey(
+        Operation,
+        on_delete=models.DO_NOTHING,
+        db_constraint=False,
+        related_name="steps",
+        db_index=False,
+    )
+    name = models.CharField(_("step"), max_length=200)
+    is_external = models.BooleanField(_("external"))
+    status = models.CharField(_("status"), max_length=16, choices=StepStatus)
+    #: Attempt of the operation that wrote the row last.
+    attempt = models.PositiveIntegerField(_("attempt"))
+    result = models.TextField(_("result"), null=True, blank=True)  # noqa: DJ001 (no default on MySQL)
+    started_at = models.DateTimeField(_("started"))
+    done_at = models.DateTimeField(_("done"), null=True, blank=True)
+
+    class Meta:
+        verbose_name = _("step")
+        verbose_name_plural = _("steps")
+        ordering = ("id",)
+        constraints = (
+            models.UniqueConstraint(fields=["operation", "name"], name="idempotency_step_once"),
+        )
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class MessageStatus(models.TextChoices):
+    PENDING = "pending", _("Pending")
+    SENT = "sent", _("Sent")
+    DEAD = "dead", _("Dead letter")
+
+
+class OutboxMessage(models.Model):
+    """Something that happened, written in the transaction in which it did; the relay publishes it."""
+
+    #: Order of writing; `message_id` is what the outside sees.
+    id = models.BigAutoField(primary_key=True)
+    message_id = models.UUIDField(_("message id"), unique=True, editable=False)
+    operation = models.ForeignKey(
+        Operation,
+        on_delete=models.DO_NOTHING,
+        db_constraint=False,
+        null=True,
+        blank=True,
+        related_name="messages",
+    )
+    topic = models.CharField(_("topic"), max_length=200)
+    payload = models.TextField(_("payload"))
+    #: Messages with the same non-empty ordering key are published one after the other.
+    ordering_key = models.CharField(_("ordering key"), max_length=255, db_default="")
+    status = models.CharField(_("status"), max_length=16, choices=MessageStatus)
+    #: When the relay may take the message; a claim moves it to the end of the claim's lease.
+    available_at = models.DateTimeField(_("available"))
+    #: Publishing attempts, counted before each try.
+    attempts = models.PositiveIntegerField(_("attempts"), db_default=0)
+    #: Token of the relay that claimed the message last: its fence.
+    owner = models.CharField(max_length=32, db_default="", editable=False)
+    last_error = models.CharField(_("last error"), max_length=255, db_default="")
+    created_at = models.DateTimeField(_("created"))
+    sent_at = models.DateTimeField(_("sent"), null=True, blank=True)
+
+    class Meta:
+        verbose_name = _("outbox message")
+        verbose_name_plural = _("outbox messages")
+        ordering = ("-id",)
+        indexes = (
+            models.Index(fields=["status", "available_at"], name="idempotency_msg_due"),
+            models.Index(fields=["ordering_key", "status", "id"], name="idempotency_msg_order"),
+        )
+        constraints = (
+            models.CheckConstraint(
+                condition=Q(status__in=MessageStatus.values), name="idempotency_msg_status_known"
+            ),
+        )
+
+    def __str__(self) -> str:
+        return f"{self.topic} {self.message_id}"
+
+
+def describe_error(error: BaseException) -> str:
+    """Class and place of an exception, never its message: messages carry people's data."""
+    if isinstance(error, NotFinal):
+        return str(error)
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    place = ""
+    if trace is not None:
+        code = trace.tb_frame.f_code
+        module = trace.tb_frame.f_globals.get("__name__", "?")
+        place = f" in {module}.{code.co_name} line {trace.tb_lineno}"
+    cls = type(error)
+    return f"{cls.__module__}.{cls.__qualname__}{place}"[:255]
+
+
+def new_owner() -> str:
+    return uuid.uuid4().hex
