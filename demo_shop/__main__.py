@@ -1,0 +1,7 @@
+"""`python -m demo_shop`: the whole shop in one command."""
+
+import sys
+
+from .runner import main
+
+sys.exit(main())

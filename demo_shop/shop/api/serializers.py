@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+from typing import Any
+
+from rest_framework import serializers
+
+from demo_shop.shop.models import Address, Order, OrderLine, Product
+
+
+class ProductSerializer(serializers.ModelSerializer[Product]):
+    class Meta:
+        model = Product
+        fields = ["id", "slug", "name", "description", "price", "stock"]
+
+
+class StockSerializer(serializers.ModelSerializer[Product]):
+    """The number of pieces there are: absolute, so sending it again changes nothing."""
+
+    stock = serializers.IntegerField(min_value=0, max_value=1_000_000)
+
+    class Meta:
+        model = Product
+        fields = ["id", "stock"]
+
+
+class StockDeltaSerializer(serializers.Serializer[Any]):
+    """How many pieces came (or went, if negative): every call counts, so it needs a key."""
+
+    delta = serializers.IntegerField(min_value=-1_000_000, max_value=1_000_000)
+
+
+class AddressSerializer(serializers.ModelSerializer[Address]):
+    class Meta:
+        model = Address
+        fields = ["id", "recipient", "street", "city", "postcode", "country"]
+        read_only_fields = ["id"]
+
+
+class OrderLineSerializer(serializers.ModelSerializer[OrderLine]):
+    product = serializers.PrimaryKeyRelatedField(queryset=Product.objects.all())
+    quantity = serializers.IntegerField(min_value=1, max_value=1000)
+
+    class Meta:
+        model = OrderLine
+        fields = ["product", "quantity", "price"]
+        read_only_fields = ["price"]
+
+
+class OrderSerializer(serializers.ModelSerializer[Order]):
+    lines = OrderLineSerializer(many=True, allow_empty=False)
+
+    class Meta:
+        model = Order
+        fields = ["id", "number", "status", "total", "address", "lines", "created_at"]
+        read_only_fields = ["status", "total", "created_at"]
+
+    def validate_address(self, address: Address | None) -> Address | None:
+        if address is not None and address.owner_id != self.context["request"].user.pk:
+            raise serializers.ValidationError("There is no such address.")
+        return address
+
+    def validate_lines(self, lines: list[dict[str, Any]]) -> list[tuple[Product, int]]:
+        pairs = [(line["product"], line["quantity"]) for line in lines]
+        if len({product.pk for product, _ in pairs}) < len(pairs):
+            raise serializers.ValidationError("Give each product one line.")
+        return pairs
+
+
+class CardSerializer(serializers.Serializer[Any]):
+    card = serializers.CharField(
+        max_length=40, default="tok_visa", help_text="A card token; `tok_declined` is declined."
+    )
+
+
+class CheckoutSerializer(CardSerializer, OrderSerializer):
+    """An order and the card that pays for it."""
+
+    card = serializers.CharField(max_length=40, default="tok_visa", write_only=True)
+
+    class Meta(OrderSerializer.Meta):
+        fields = [*OrderSerializer.Meta.fields, "card"]
+
+
+class PaymentSerializer(serializers.Serializer[Any]):
+    order = serializers.UUIDField(source="order_id")
+    amount = serializers.DecimalField(max_digits=10, decimal_places=2)
+    charge = serializers.UUIDField(source="charge_id")
+    created_at = serializers.DateTimeField()

@@ -1,0 +1,95 @@
+// One intent, one key, however many tries. No dependencies.
+
+const WAIT_BASE = 300; // ms, doubled per try
+const WAIT_MAX = 10_000; // ms
+const TIMEOUT = 30_000; // ms per try
+
+/**
+ * The key of the intent `name` with this `body`. It survives a reload of the page, and changes
+ * when the user wants something else. Call `forget(name)` once the outcome is known.
+ */
+export function keyFor(name, body) {
+  const wanted = JSON.stringify(body);
+  try {
+    const kept = JSON.parse(sessionStorage.getItem(`intent:${name}`));
+    if (kept?.wanted === wanted) return kept.key;
+  } catch {
+    // Unreadable: somebody else's entry. A new one replaces it.
+  }
+  const key = newKey();
+  sessionStorage.setItem(`intent:${name}`, JSON.stringify({ key, wanted }));
+  return key;
+}
+
+export function forget(name) {
+  sessionStorage.removeItem(`intent:${name}`);
+}
+
+/** A random UUID; `crypto.randomUUID` itself exists only on HTTPS and localhost. */
+export function newKey() {
+  if (crypto.randomUUID) return crypto.randomUUID();
+  const hex = Array.from(crypto.getRandomValues(new Uint8Array(16)), (byte, i) => {
+    if (i === 6) byte = (byte & 0x0f) | 0x40;
+    if (i === 8) byte = (byte & 0x3f) | 0x80;
+    return byte.toString(16).padStart(2, "0");
+  }).join("");
+  return hex.replace(/(.{8})(.{4})(.{4})(.{4})(.{12})/, "$1-$2-$3-$4-$5");
+}
+
+/**
+ * Send `body` as JSON until there is an answer that will not change.
+ *
+ * Tries again after a network error, a 5xx, and a 409 or 429 that says so; waits as long as
+ * `Retry-After` asks. Everything else is final, a 422 (same key, other request) above all.
+ *
+ * `loseFirst`: hang up on the first try this many milliseconds after sending it.
+ * `report(event)`: told of every try: {type: "sent" | "lost" | "answered" | "waiting", …}.
+ *
+ * Resolves to {response, data}; throws the last network error when all tries failed.
+ */
+export async function send(url, { method = "POST", headers = {}, body, key, tries = 6, loseFirst = 0, report = () => {} }) {
+  for (let attempt = 1; ; attempt++) {
+    const last = attempt >= tries;
+    const hangUp = new AbortController();
+    const timer = setTimeout(() => hangUp.abort(), attempt === 1 && loseFirst ? loseFirst : TIMEOUT);
+    let wait;
+    try {
+      report({ type: "sent", attempt, method, url, key });
+      const response = await fetch(url, {
+        method,
+        headers: { "Content-Type": "application/json", ...(key && { "Idempotency-Key": `"${key}"` }), ...headers },
+        body: JSON.stringify(body),
+        credentials: "same-origin",
+        signal: hangUp.signal,
+      });
+      const data = await response.json().catch(() => null);
+      report({ type: "answered", attempt, status: response.status, replayed: response.headers.get("Idempotent-Replayed") === "true", data });
+      if (last || !worthAnotherTry(response.status, data)) return { response, data };
+      wait = retryAfter(response);
+    } catch (error) {
+      report({ type: "lost", attempt, error });
+      if (last) throw error;
+    } finally {
+      clearTimeout(timer);
+    }
+    // Half fixed, half random, so that clients who failed together do not come back together.
+    const backoff = Math.min(WAIT_MAX, WAIT_BASE * 2 ** (attempt - 1)) * (0.5 + Math.random() / 2);
+    wait = Math.max(wait ?? 0, backoff);
+    report({ type: "waiting", attempt, wait });
+    await new Promise((resolve) => setTimeout(resolve, wait));
+  }
+}
+
+function worthAnotherTry(status, data) {
+  if (status === 409) return data?.retryable === true;
+  return status === 429 || status >= 500;
+}
+
+/** What `Retry-After` asks for, in milliseconds: seconds or a date. */
+function retryAfter(response) {
+  const value = response.headers.get("Retry-After");
+  if (!value) return undefined;
+  const seconds = Number(value);
+  const wait = Number.isNaN(seconds) ? Date.parse(value) - Date.now() : seconds * 1000;
+  return Number.isNaN(wait) ? undefined : Math.max(0, wait);
+}

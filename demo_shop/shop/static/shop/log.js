@@ -1,0 +1,39 @@
+// Shows the tries of `idempotent-fetch.js` to people.
+
+const short = (key) => (key ? key.slice(0, 8) : "");
+
+function words(event) {
+  switch (event.type) {
+    case "sent":
+      return ["sent", `${event.method} ${event.url}`, event.key ? `key ${short(event.key)}…` : "no key"];
+    case "lost":
+      return ["lost", "The connection broke. Did it work? Nobody knows.", ""];
+    case "waiting":
+      return ["wait", `Trying again in ${(event.wait / 1000).toFixed(1)} s`, ""];
+    case "answered": {
+      const order = event.data?.number ? `order ${event.data.number}` : (event.data?.detail ?? event.data?.title ?? "");
+      const kind = event.status < 300 ? "good" : "bad";
+      return [event.replayed ? "replay" : kind, `${event.status} ${order}`, event.replayed ? "Idempotent-Replayed: true" : ""];
+    }
+  }
+}
+
+/** A `report` function for `send` that writes into the list element `list`. */
+export function logTo(list) {
+  return (event) => {
+    const [kind, text, detail] = words(event);
+    const item = document.createElement("li");
+    item.className = kind;
+    item.append(text);
+    if (detail) {
+      const note = document.createElement("code");
+      note.textContent = detail;
+      item.append(" ", note);
+    }
+    list.querySelector(".muted")?.remove();
+    list.append(item);
+    list.scrollTop = list.scrollHeight;
+  };
+}
+
+export const csrf = () => ({ "X-CSRFToken": document.querySelector("[name=csrfmiddlewaretoken]").value });

@@ -1,0 +1,172 @@
+"""The demo as a person starts it: `python -m demo_shop`, with data of its own."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass
+class Answer:
+    status: int
+    headers: Any
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def replayed(self) -> bool:
+        return self.headers.get("Idempotent-Replayed") == "true"
+
+
+@dataclass
+class Demo:
+    """A running demo, known by what it printed."""
+
+    process: subprocess.Popen[str]
+    data: Path
+    said: str = ""
+    #: Product ids in the catalogue's order.
+    products: list[int] = field(default_factory=list)
+
+    @property
+    def url(self) -> str:
+        return re.search(r"Shop\s+(http://\S+?)/\s", self.said)[1]
+
+    @property
+    def curls(self) -> list[list[str]]:
+        return [
+            shlex.split(line) for line in self.said.splitlines() if line.strip().startswith("curl ")
+        ]
+
+    def password(self, user: str) -> str:
+        return re.search(rf"{user} / (\S+)", self.said)[1]
+
+    @property
+    def token(self) -> str:
+        return re.search(r"token (\w+)", self.said)[1]
+
+    def send(
+        self,
+        method: str,
+        path: str,
+        data: Any = None,
+        *,
+        key: str | None = None,
+        user: str | None = "customer",
+    ) -> Answer:
+        """One API request as `user`, whatever its status is."""
+        headers = {"Content-Type": "application/json", "Accept": "application/json"}
+        if user:
+            login = f"{user}:{self.password(user)}".encode()
+            headers["Authorization"] = "Basic " + base64.b64encode(login).decode()
+        if key:
+            headers["Idempotency-Key"] = key
+        body = None if data is None else json.dumps(data).encode()
+        return fetch(urllib.request.Request(self.url + path, body, headers, method=method))
+
+    def post(self, path: str, data: Any, **kwargs: Any) -> Answer:
+        return self.send("POST", path, data, **kwargs)
+
+    def get(self, path: str, **kwargs: Any) -> Any:
+        return self.send("GET", path, **kwargs).json
+
+    def stop(self, signum: signal.Signals = signal.SIGTERM) -> int:
+        self.process.send_signal(signum)
+        return self.process.wait(timeout=60)
+
+
+def fetch(request: urllib.request.Request, opener: Any = None) -> Answer:
+    try:
+        with (opener.open if opener else urllib.request.urlopen)(request, timeout=60) as response:
+            return Answer(response.status, response.headers, response.read())
+    except urllib.error.HTTPError as error:
+        return Answer(error.code, error.headers, error.read())
+
+
+def environment(data: Path, **changes: str) -> dict[str, str]:
+    """A clean environment, so that nothing of the developer's own settings matters."""
+    return {
+        "PATH": os.environ["PATH"],
+        "HOME": str(data),
+        "PYTHONPATH": str(ROOT),
+        "DEMO_DATA_DIR": str(data),
+        "DATABASE_URL": f"sqlite:///{data / 'shop.sqlite3'}",
+        "PROVIDER_DATABASE_URL": f"sqlite:///{data / 'provider.sqlite3'}",
+        "CELERY_BROKER_URL": "filesystem://localhost",
+        "SECRET_KEY": "",
+        "PORT": "0",
+        "PROVIDER_LATENCY": "0.2",
+        **changes,
+    }
+
+
+def spawn(data: Path, **changes: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "demo_shop"],
+        env=environment(data, **changes),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def start(data: Path, **changes: str) -> Demo:
+    """Start a demo and wait until it says that it is open."""
+    demo = Demo(spawn(data, **changes), data)
+    for line in demo.process.stdout:
+        demo.said += line
+        if "Ctrl-C stops everything" in line:
+            return demo
+    raise AssertionError(f"The demo did not start:\n{demo.said}")
+
+
+@pytest.fixture(scope="session")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Demo]:
+    """One running shop for all API tests; each brings keys and ids of its own."""
+    demo = start(tmp_path_factory.mktemp("demo"))
+    try:
+        demo.products = [each["id"] for each in demo.get("/api/products/")["results"]]
+        yield demo
+    finally:
+        demo.stop()
+
+
+@pytest.fixture
+def start_demo(tmp_path: Path) -> Iterator[Callable[..., Demo]]:
+    """Start demos on this test's own data; whatever still runs at the end is stopped."""
+    started: list[Demo] = []
+
+    def start_one(**changes: str) -> Demo:
+        started.append(start(tmp_path, **changes))
+        return started[-1]
+
+    yield start_one
+    for each in started:
+        if each.process.poll() is None:
+            each.stop()
+
+
+@pytest.fixture
+def key() -> str:
+    return str(uuid4())

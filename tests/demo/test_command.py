@@ -1,0 +1,156 @@
+"""`python -m demo_shop`: what it prints, what it leaves behind, what it says when it cannot."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .conftest import Answer, Demo, fetch, spawn
+
+StartDemo = Callable[..., Demo]
+
+
+def run_curl(command: list[str]) -> Answer:
+    """Run a printed curl line; without curl, send the same request."""
+    if shutil.which("curl"):
+        output = subprocess.run(command, capture_output=True, check=True, timeout=60).stdout
+        head, _, body = output.partition(b"\r\n\r\n")
+        status, *lines = head.decode().split("\r\n")
+        headers = dict(line.split(": ", 1) for line in lines)
+        return Answer(int(status.split()[1]), headers, body)
+    values = iter(command)
+    url = next(value for value in command if value.startswith("http"))
+    options: dict[str, list[str]] = {}
+    for value in values:
+        if value in {"-H", "-d", "-X"}:
+            options.setdefault(value, []).append(next(values))
+    headers = dict(header.split(": ", 1) for header in options["-H"])
+    body = options["-d"][0].encode()
+    return fetch(urllib.request.Request(url, body, headers, method=options["-X"][0]))
+
+
+def processes_of(data: Path) -> set[int]:
+    """Every process that runs on `data`, whoever its parent is by now."""
+    mark = f"DEMO_DATA_DIR={data}\0".encode()
+    found = set()
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark in (entry / "environ").read_bytes() + b"\0":
+                found.add(int(entry.name))
+        except OSError:
+            continue  # gone meanwhile, or not ours
+    return found
+
+
+def gone(data: Path, timeout: float = 10) -> bool:
+    deadline = time.monotonic() + timeout
+    while processes_of(data):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+needs_proc = pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="looks into /proc")
+
+
+def test_the_printed_requests_show_an_order_and_its_replay(demo: Demo) -> None:
+    first, again = demo.curls
+    before = demo.get("/api/orders/")["count"]
+    order = run_curl(first)
+    assert order.status == 201
+    assert "Idempotent-Replayed" not in order.headers
+    replay = run_curl(again)
+    assert (replay.status, replay.body) == (201, order.body)
+    assert replay.headers["Idempotent-Replayed"] == "true"
+    assert demo.get("/api/orders/")["count"] == before + 1
+
+
+@needs_proc
+def test_web_workers_celery_worker_and_beat_run(demo: Demo) -> None:
+    commands = []
+    for pid in processes_of(demo.data):
+        commands.append(Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode())
+    assert sum("gunicorn" in command for command in commands) >= 3  # the master and two workers
+    assert any("celery" in command and " worker " in command for command in commands)
+    assert any("celery" in command and " beat " in command for command in commands)
+
+
+@needs_proc
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_nothing_survives_and_a_second_run_keeps_the_data(
+    start_demo: StartDemo, signum: signal.Signals
+) -> None:
+    demo = start_demo()
+    run_curl(demo.curls[0])
+    assert len(processes_of(demo.data)) >= 6
+    assert demo.stop(signum) == 0
+    assert gone(demo.data)
+
+    second = start_demo()
+    assert second.password("customer") == demo.password("customer")
+    assert second.token == demo.token
+    assert second.get("/api/orders/")["count"] == 1
+    assert second.get("/api/products/")["count"] == 8
+
+
+def test_the_worker_takes_tasks_from_the_embedded_broker(start_demo: StartDemo) -> None:
+    """Beat sends the purge, the broker's folder carries it, the worker runs it."""
+    demo = start_demo(PURGE_EVERY="1")
+    log = demo.data / "logs" / "worker.log"
+    deadline = time.monotonic() + 60
+    while (
+        "idempotency.tasks.purge_expired" not in (text := log.read_text())
+        or "succeeded" not in text
+    ):
+        assert time.monotonic() < deadline, text
+        time.sleep(0.2)
+
+
+def test_a_busy_port_names_the_variable(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        port = str(busy.getsockname()[1])
+        process = spawn(tmp_path, PORT=port)
+        said, _ = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert port in said
+    assert "PORT" in said
+    assert "Traceback" not in said
+
+
+def test_two_demos_do_not_share_their_data(demo: Demo) -> None:
+    process = spawn(demo.data)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "DEMO_DATA_DIR" in said
+
+
+@needs_proc
+def test_a_child_that_dies_is_reported_and_nothing_is_left(start_demo: StartDemo) -> None:
+    demo = start_demo()
+    beat = next(
+        pid
+        for pid in processes_of(demo.data)
+        if b"\0beat\0" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    )
+    os.kill(beat, signal.SIGKILL)
+    said, _ = demo.process.communicate(timeout=60)
+    assert demo.process.returncode == 1
+    assert "beat process ended (SIGKILL)" in said
+    assert gone(demo.data)
+
+
+def test_passwords_are_readable_by_their_owner_only(demo: Demo) -> None:
+    kept: list[Any] = list((demo.data / "secrets").iterdir())
+    assert {path.name for path in kept} == {"secret-key", "admin-password", "customer-password"}
+    assert {path.stat().st_mode & 0o777 for path in kept} == {0o600}
