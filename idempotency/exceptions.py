@@ -32,6 +32,17 @@ class RolledBack(IdempotencyError):
     """The handler answered, but its transaction is marked for rollback: there is no effect to record."""
 
 
+class StoredFailure(IdempotencyError):
+    """A declared, deterministic failure of a function; every retry raises it with the same message.
+
+    `error_type` is the dotted name of the original exception, which is also the first one's `__cause__`.
+    """
+
+    def __init__(self, message: str, error_type: str) -> None:
+        super().__init__(message)
+        self.error_type = error_type
+
+
 class NotFinal(IdempotencyError):
     """The handler returned an answer that must not be kept (a 503, say); its effects are rolled back."""
 

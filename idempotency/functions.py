@@ -1,0 +1,168 @@
+"""`@idempotent_function`: the engine for everything that is called rather than requested."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, NoReturn, ParamSpec, TypeVar, cast
+
+from asgiref.sync import iscoroutinefunction, sync_to_async
+
+from . import encoding, engine, fingerprints, keys
+from .exceptions import ConfigurationError, ResponseNotRetained, StoredFailure
+from .models import Operation, Outcome, Status
+from .policies import Policy, Resolved
+from .scopes import Scope
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def idempotent_function(
+    *,
+    key: Callable[..., str],
+    name: str | None = None,
+    scope: Scope | Callable[..., Scope] | None = None,
+    failures: tuple[type[Exception], ...] = (),
+    **options: Any,
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Run the function once per key; later calls return an equal result without running it.
+
+    `key` is called with the function's arguments and names the intent. `scope` says who shares the
+    keys (default: all callers of this function). `failures` are exceptions that are final: effects
+    are rolled back and every call raises StoredFailure with the original message; any other exception
+    rolls back and lets the next call run. Results must be JSON-able by `idempotency.encoding`, or a
+    TypeError is raised before anything commits. Other keyword arguments build a Policy; the
+    arguments are the fingerprint unless `fingerprint` (called with them) says otherwise.
+
+    Inside somebody's transaction the operation joins it; otherwise it opens its own. Works on async
+    functions. Raises Mismatch, InProgress and the other Refusals of the engine.
+    """
+    unknown = {"methods", "required", "authorize_replay"} & options.keys()
+    if unknown:
+        raise ConfigurationError(f"{', '.join(sorted(unknown))}: for views only")
+    get_fingerprint = options.pop("fingerprint", None)
+    policy = Policy(**options)
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        operation_name = name or f"{function.__module__}.{function.__qualname__}"
+        signature = inspect.signature(function)
+
+        def intent(args: Any, kwargs: Any) -> engine.Intent:
+            found = scope(*args, **kwargs) if callable(scope) else scope
+            if get_fingerprint is not None:
+                identity = get_fingerprint(*args, **kwargs)
+            else:
+                bound = signature.bind(*args, **kwargs)
+                bound.apply_defaults()
+                identity = bound.arguments
+            return intent_of(
+                operation_name,
+                key(*args, **kwargs),
+                identity,
+                policy.resolved(),
+                scope=found,
+            )
+
+        if iscoroutinefunction(function):
+
+            @wraps(function)
+            async def awrapper(*args: Any, **kwargs: Any) -> Any:
+                found = await sync_to_async(intent)(args, kwargs)
+                return await arun(found, lambda: function(*args, **kwargs), failures)
+
+            wrapper: Any = awrapper
+        else:
+
+            @wraps(function)
+            def wrapper(*args: Any, **kwargs: Any) -> Any:
+                return run(intent(args, kwargs), lambda: function(*args, **kwargs), failures)
+
+        wrapper.idempotency_policy = policy
+        return cast("Callable[P, R]", wrapper)
+
+    return decorate
+
+
+def intent_of(
+    name: str, key: str, identity: Any, policy: Resolved, *, scope: Scope | None = None
+) -> engine.Intent:
+    """The intent of a call: `identity` is what the same key must come with again."""
+    return engine.Intent(
+        name=name[:200],
+        scope=scope or ("function", name),
+        key=keys.validate(key),
+        fingerprint=fingerprints.of_value(identity),
+        policy=policy,
+    )
+
+
+def run(
+    intent: engine.Intent, call: Callable[[], R], failures: tuple[type[Exception], ...] = ()
+) -> R:
+    """Return `call()`, or what it returned for this intent before."""
+    begun = engine.begin(intent)
+    if isinstance(begun, engine.Replay):
+        return cast("R", shown(begun))
+    with engine.running(begun.operation):
+        try:
+            value = call()
+            outcome = succeeded(value)
+        except BaseException as error:
+            raise_failed(begun, error, failures)
+        begun.complete(outcome)
+    return value
+
+
+async def arun(
+    intent: engine.Intent, call: Callable[[], Any], failures: tuple[type[Exception], ...] = ()
+) -> Any:
+    """`run` for a coroutine function."""
+    begun = await engine.abegin(intent)
+    if isinstance(begun, engine.Replay):
+        return await sync_to_async(shown)(begun)
+    with engine.running(begun.operation):
+        try:
+            value = await call()
+            outcome = succeeded(value)
+        except BaseException as error:
+            await asyncio.shield(sync_to_async(raise_failed)(begun, error, failures))
+        await asyncio.shield(sync_to_async(begun.complete)(outcome))
+    return value
+
+
+def succeeded(value: Any) -> Outcome:
+    """The outcome of a call that returned. Raises TypeError for a value that cannot be stored."""
+    return Outcome(status=Status.SUCCEEDED, body=encoding.dumps(value).encode())
+
+
+def shown(replay: engine.Replay) -> Any:
+    """The stored result, or the stored failure raised."""
+    engine.replayed(replay)
+    return result_of(replay.operation, replay.outcome)
+
+
+def result_of(operation: Operation, outcome: Outcome) -> Any:
+    """The value an outcome stands for. Raises StoredFailure, or ResponseNotRetained."""
+    if outcome.body is None:
+        raise ResponseNotRetained(operation_id=operation.pk)
+    value = encoding.loads(outcome.body)
+    if outcome.status == Status.FAILED:
+        raise StoredFailure(value["message"], value["type"])
+    return value
+
+
+def raise_failed(
+    begun: engine.Execution, error: BaseException, failures: tuple[type[Exception], ...]
+) -> NoReturn:
+    """End an execution whose call raised: store a declared failure, remember any other."""
+    if not isinstance(error, failures):
+        begun.fail(error)
+        engine.raise_translated(error, begun.operation)
+    begun.abort(error)
+    kind = f"{type(error).__module__}.{type(error).__qualname__}"
+    stored = {"type": kind, "message": str(error)}
+    begun.store_failure(Outcome(status=Status.FAILED, body=encoding.dumps(stored).encode()))
+    raise StoredFailure(str(error), kind) from error
