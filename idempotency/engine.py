@@ -14,18 +14,21 @@ Knows no HTTP and no Celery.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from asgiref.sync import sync_to_async
-from django.db import DatabaseError, InterfaceError, OperationalError, connections, transaction
-from django.dispatch import Signal
+from django.db import (
+    InterfaceError,
+    OperationalError,
+    connections,
+    transaction,
+)
 
 from . import db, keys, scopes, signals
 from .conf import conf
@@ -38,11 +41,11 @@ from .exceptions import (
     ReentrantOperation,
     Refusal,
     ResponseNotRetained,
-    RolledBack,
     Unavailable,
 )
+from .executions import Execution, note, raise_translated, send  # noqa: F401
 from .fingerprints import Fingerprint
-from .models import EventKind, Operation, Outcome, Status, describe_error, new_owner
+from .models import EventKind, Operation, Outcome, Status, new_owner
 from .policies import Resolved
 
 logger = logging.getLogger("idempotency")
@@ -235,7 +238,8 @@ def _renew(fresh: Operation, intent: Intent) -> bool:
 
 def _execute(operation: Operation, intent: Intent, *, is_ours: bool) -> Execution | None:
     """Open the business transaction and take the row's lock. None: claim again."""
-    using = intent.policy.using
+    policy = intent.policy
+    using = policy.using
     pauses = iter(LOCK_PAUSES)
     while True:
         block = transaction.atomic(using)
@@ -251,7 +255,7 @@ def _execute(operation: Operation, intent: Intent, *, is_ours: bool) -> Executio
             ):
                 if not is_ours:
                     _take_over(operation, locked)
-                return Execution(operation, intent, block, joined=joined)
+                return Execution(operation, policy, block, joined=joined)
         except BaseException as error:
             block.__exit__(type(error), error, error.__traceback__)
             raise
@@ -273,181 +277,7 @@ def _take_over(operation: Operation, locked: db.Locked) -> None:
     operation.last_error = locked.last_error
     if not locked.last_error:  # nobody recorded how the attempt before ended
         db.add_event(operation._state.db, operation.pk, EventKind.TAKEN_OVER, operation.attempt, "")
-        _send(signals.operation_taken_over, operation)
-
-
-class Execution:
-    """The right to run the handler: an open transaction that holds the operation's row lock.
-
-    Exactly one of `complete`, `fail`, `store_failure` or `abort` ends it.
-    """
-
-    def __init__(
-        self, operation: Operation, intent: Intent, block: transaction.Atomic, *, joined: bool
-    ) -> None:
-        self.operation = operation
-        self.intent = intent
-        self.policy = intent.policy
-        self._block: transaction.Atomic | None = block
-        #: Inside the caller's transaction: durable only when that commits.
-        self.joined = joined
-
-    def complete(self, outcome: Outcome) -> None:
-        """Write the outcome into the transaction of the effects and commit both.
-
-        Raises RolledBack if the handler marked its transaction for rollback, Unavailable if the
-        database could not commit (nothing happened, the same key may be retried at once), and
-        whatever the commit or its on_commit hooks raised.
-        """
-        using = self.policy.using
-        try:
-            if connections[using].needs_rollback:
-                raise RolledBack(
-                    f"{self.operation.name}: the handler returned an answer although its transaction "
-                    "cannot be committed (a database error was swallowed, or set_rollback(True) was called)."
-                )
-            self._write(outcome)
-        except BaseException as error:
-            self.fail(error)
-            raise_translated(error, self.operation)
-        try:
-            self._leave(None)
-        except BaseException as error:
-            if not self._committed():
-                self.record(error)
-                raise_translated(error, self.operation)
-            if not isinstance(error, OperationalError | InterfaceError):
-                raise  # an on_commit hook failed; the outcome is stored and will be replayed
-            logger.warning(
-                "commit of operation %s was confirmed by reading back", self.operation.pk
-            )
-        _send(signals.operation_finished, self.operation)
-
-    def fail(self, error: BaseException) -> None:
-        """Roll the effects back; the operation stays claimable and remembers the error."""
-        self.abort(error)
-        self.record(error)
-
-    def abort(self, error: BaseException) -> None:
-        """Roll the effects back and write nothing."""
-        if self._block is not None:
-            try:
-                self._leave(error)
-            except (DatabaseError, InterfaceError):
-                logger.debug("rollback found the connection gone", exc_info=True)
-
-    def store_failure(self, outcome: Outcome) -> None:
-        """After `abort`: store a deterministic failure, unless somebody executes meanwhile."""
-        using = self.policy.using
-        try:
-            with transaction.atomic(using):
-                if not self._relock():
-                    return
-                self._write(outcome)
-        except (OperationalError, InterfaceError) as error:
-            # The effects are rolled back; a retry finds out the same by itself.
-            logger.warning(
-                "failure of operation %s was not stored: %s",
-                self.operation.pk,
-                describe_error(error),
-            )
-            db.drop_if_broken(using)
-            return
-        _send(signals.operation_finished, self.operation)
-
-    def _relock(self) -> bool:
-        locked = db.lock(self.policy.using, self.operation.pk)
-        return (
-            locked is not None
-            and locked.status == Status.PROCESSING
-            and locked.attempt <= self.operation.attempt
-        )
-
-    def _write(self, outcome: Outcome) -> None:
-        operation, policy = self.operation, self.policy
-        body = outcome.body
-        if body is not None and len(body) > policy.max_response_bytes:
-            body = None
-        if body is not None and policy.codec is not None:
-            body = policy.codec.encode(body)
-        operation.status = outcome.status
-        operation.code = outcome.code
-        operation.headers = _dump_headers(outcome.headers)
-        operation.body = body
-        window = policy.retention.total_seconds()
-        until = window + policy.tombstone.total_seconds()
-        values = (
-            operation.status,
-            operation.attempt,
-            operation.owner,
-            operation.code,
-            operation.headers,
-            operation.body,
-            "",
-            window,
-            until,
-            window,
-        )
-        if db.execute(policy.using, "complete", values, operation.pk) != 1:
-            raise RolledBack(f"{operation.name}: the row of operation {operation.pk} is gone")
-
-    def record(self, error: BaseException) -> None:
-        """Remember a failed attempt. Best effort: the retry works without it."""
-        operation, using = self.operation, self.policy.using
-        operation.status = Status.PROCESSING
-        operation.last_error = describe_error(error)
-        keep = (self.policy.retention + self.policy.tombstone).total_seconds()
-        try:
-            db.drop_if_broken(using)
-            with transaction.atomic(using):
-                if not self._relock():
-                    return
-                values = (operation.attempt, operation.owner, operation.last_error, keep)
-                db.execute(using, "fail", values, operation.pk)
-                if operation.event_count < conf.EVENTS_PER_OPERATION:
-                    db.add_event(
-                        using,
-                        operation.pk,
-                        EventKind.ATTEMPT_FAILED,
-                        operation.attempt,
-                        operation.last_error,
-                    )
-        except (DatabaseError, InterfaceError):
-            logger.warning(
-                "attempt of operation %s failed; the error could not be recorded", operation.pk
-            )
-            db.drop_if_broken(using)
-        _send(signals.operation_attempt_failed, operation, error=operation.last_error)
-
-    def _leave(self, error: BaseException | None) -> None:
-        block, self._block = self._block, None
-        assert block is not None, "an Execution ends once"
-        if error is None:
-            block.__exit__(None, None, None)
-        else:
-            block.__exit__(type(error), error, error.__traceback__)
-
-    def _committed(self) -> bool:
-        """Whether a commit that raised happened after all: read back, never guessed."""
-        if self.joined:
-            return False
-        using = self.policy.using
-        try:
-            db.drop_if_broken(using)
-            found = db.read(using, self.operation.pk)
-        except (DatabaseError, InterfaceError):
-            return False
-        return found is not None and found.is_final and found.owner == self.operation.owner
-
-
-def raise_translated(error: BaseException, operation: Operation) -> NoReturn:
-    """Raise `error`, or Unavailable for a database error after which a retry may simply succeed.
-
-    The handler is not run again here: only its author knows what it did outside the database.
-    """
-    if db.is_transient(error):
-        raise Unavailable(operation_id=operation.pk, retry_after=conf.RETRY_AFTER) from error
-    raise error
+        send(signals.operation_taken_over, operation)
 
 
 def _replay(operation: Operation, policy: Resolved) -> Replay:
@@ -465,43 +295,14 @@ def _replay(operation: Operation, policy: Resolved) -> Replay:
 
 def replayed(replay: Replay) -> None:
     """Note that a replay was shown."""
-    _note(replay.operation, EventKind.REPLAYED, "")
-    _send(signals.operation_replayed, replay.operation)
+    note(replay.operation, EventKind.REPLAYED, "")
+    send(signals.operation_replayed, replay.operation)
 
 
 def _refuse(operation: Operation, refusal: Refusal) -> NoReturn:
-    _note(operation, EventKind.REFUSED, refusal.code)
-    _send(signals.operation_refused, operation, refusal=refusal)
+    note(operation, EventKind.REFUSED, refusal.code)
+    send(signals.operation_refused, operation, refusal=refusal)
     raise refusal
-
-
-def _note(operation: Operation, kind: str, detail: str) -> None:
-    """Write an event unless the operation has its share. An answer never fails for an event."""
-    if operation.event_count >= conf.EVENTS_PER_OPERATION:
-        return
-    using = operation._state.db
-    try:
-        if connections[using].in_atomic_block:
-            with transaction.atomic(using):
-                db.add_event(using, operation.pk, kind, operation.attempt, detail)
-        else:
-            db.add_event(using, operation.pk, kind, operation.attempt, detail)
-    except (DatabaseError, InterfaceError):
-        logger.warning("event %s of operation %s was not written", kind, operation.pk)
-
-
-def _send(signal: Signal, operation: Operation, **details: Any) -> None:
-    """Send after the transaction that caused it; at once when none is open."""
-    if signal.receivers:
-        transaction.on_commit(
-            lambda: signal.send_robust(Operation, operation=operation, **details),
-            using=operation._state.db,
-            robust=True,
-        )
-
-
-def _dump_headers(headers: dict[str, str]) -> str:
-    return json.dumps(headers, separators=(",", ":"))
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,226 @@
+"""The right to execute an operation, and the ways it ends."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Any, NoReturn
+
+from django.db import (
+    DatabaseError,
+    InterfaceError,
+    OperationalError,
+    connections,
+    transaction,
+)
+from django.dispatch import Signal
+
+from . import db, signals
+from .conf import conf
+from .exceptions import RolledBack, Unavailable
+from .models import EventKind, Operation, Outcome, Status, describe_error
+from .policies import Resolved
+
+logger = logging.getLogger("idempotency")
+
+
+class Execution:
+    """The right to run the handler: an open transaction that holds the operation's row lock.
+
+    Exactly one of `complete`, `fail`, `store_failure` or `abort` ends it.
+    """
+
+    def __init__(
+        self, operation: Operation, policy: Resolved, block: transaction.Atomic, *, joined: bool
+    ) -> None:
+        self.operation = operation
+        self.policy = policy
+        self._block: transaction.Atomic | None = block
+        #: Inside the caller's transaction: durable only when that commits.
+        self.joined = joined
+
+    def complete(self, outcome: Outcome) -> None:
+        """Write the outcome into the transaction of the effects and commit both.
+
+        Raises RolledBack if the handler marked its transaction for rollback, Unavailable if the
+        database could not commit (nothing happened, the same key may be retried at once), and
+        whatever the commit or its on_commit hooks raised.
+        """
+        using = self.policy.using
+        try:
+            if connections[using].needs_rollback:
+                raise RolledBack(
+                    f"{self.operation.name}: the handler returned an answer although its transaction "
+                    "cannot be committed (a database error was swallowed, or set_rollback(True) was called)."
+                )
+            self._write(outcome)
+        except BaseException as error:
+            self.fail(error)
+            raise_translated(error, self.operation)
+        try:
+            self._leave(None)
+        except BaseException as error:
+            if not self._committed():
+                self.record(error)
+                raise_translated(error, self.operation)
+            if not isinstance(error, OperationalError | InterfaceError):
+                raise  # an on_commit hook failed; the outcome is stored and will be replayed
+            logger.warning(
+                "commit of operation %s was confirmed by reading back", self.operation.pk
+            )
+        send(signals.operation_finished, self.operation)
+
+    def fail(self, error: BaseException) -> None:
+        """Roll the effects back; the operation stays claimable and remembers the error."""
+        self.abort(error)
+        self.record(error)
+
+    def abort(self, error: BaseException) -> None:
+        """Roll the effects back and write nothing."""
+        if self._block is not None:
+            try:
+                self._leave(error)
+            except (DatabaseError, InterfaceError):
+                logger.debug("rollback found the connection gone", exc_info=True)
+
+    def store_failure(self, outcome: Outcome) -> None:
+        """After `abort`: store a deterministic failure, unless somebody executes meanwhile."""
+        using = self.policy.using
+        try:
+            with transaction.atomic(using):
+                if not self._relock():
+                    return
+                self._write(outcome)
+        except (OperationalError, InterfaceError) as error:
+            # The effects are rolled back; a retry finds out the same by itself.
+            logger.warning(
+                "failure of operation %s was not stored: %s",
+                self.operation.pk,
+                describe_error(error),
+            )
+            db.drop_if_broken(using)
+            return
+        send(signals.operation_finished, self.operation)
+
+    def _relock(self) -> bool:
+        locked = db.lock(self.policy.using, self.operation.pk)
+        return (
+            locked is not None
+            and locked.status == Status.PROCESSING
+            and locked.attempt <= self.operation.attempt
+        )
+
+    def _write(self, outcome: Outcome) -> None:
+        operation, policy = self.operation, self.policy
+        body = outcome.body
+        if body is not None and len(body) > policy.max_response_bytes:
+            body = None
+        if body is not None and policy.codec is not None:
+            body = policy.codec.encode(body)
+        operation.status = outcome.status
+        operation.code = outcome.code
+        operation.headers = _dump_headers(outcome.headers)
+        operation.body = body
+        window = policy.retention.total_seconds()
+        until = window + policy.tombstone.total_seconds()
+        values = (
+            operation.status,
+            operation.attempt,
+            operation.owner,
+            operation.code,
+            operation.headers,
+            operation.body,
+            "",
+            window,
+            until,
+            window,
+        )
+        if db.execute(policy.using, "complete", values, operation.pk) != 1:
+            raise RolledBack(f"{operation.name}: the row of operation {operation.pk} is gone")
+
+    def record(self, error: BaseException) -> None:
+        """Remember a failed attempt. Best effort: the retry works without it."""
+        operation, using = self.operation, self.policy.using
+        operation.status = Status.PROCESSING
+        operation.last_error = describe_error(error)
+        keep = (self.policy.retention + self.policy.tombstone).total_seconds()
+        try:
+            db.drop_if_broken(using)
+            with transaction.atomic(using):
+                if not self._relock():
+                    return
+                values = (operation.attempt, operation.owner, operation.last_error, keep)
+                db.execute(using, "fail", values, operation.pk)
+                if operation.event_count < conf.EVENTS_PER_OPERATION:
+                    db.add_event(
+                        using,
+                        operation.pk,
+                        EventKind.ATTEMPT_FAILED,
+                        operation.attempt,
+                        operation.last_error,
+                    )
+        except (DatabaseError, InterfaceError):
+            logger.warning(
+                "attempt of operation %s failed; the error could not be recorded", operation.pk
+            )
+            db.drop_if_broken(using)
+        send(signals.operation_attempt_failed, operation, error=operation.last_error)
+
+    def _leave(self, error: BaseException | None) -> None:
+        block, self._block = self._block, None
+        assert block is not None, "an Execution ends once"
+        if error is None:
+            block.__exit__(None, None, None)
+        else:
+            block.__exit__(type(error), error, error.__traceback__)
+
+    def _committed(self) -> bool:
+        """Whether a commit that raised happened after all: read back, never guessed."""
+        if self.joined:
+            return False
+        using = self.policy.using
+        try:
+            db.drop_if_broken(using)
+            found = db.read(using, self.operation.pk)
+        except (DatabaseError, InterfaceError):
+            return False
+        return found is not None and found.is_final and found.owner == self.operation.owner
+
+
+def raise_translated(error: BaseException, operation: Operation) -> NoReturn:
+    """Raise `error`, or Unavailable for a database error after which a retry may simply succeed.
+
+    The handler is not run again here: only its author knows what it did outside the database.
+    """
+    if db.is_transient(error):
+        raise Unavailable(operation_id=operation.pk, retry_after=conf.RETRY_AFTER) from error
+    raise error
+
+
+def note(operation: Operation, kind: str, detail: str) -> None:
+    """Write an event unless the operation has its share. An answer never fails for an event."""
+    if operation.event_count >= conf.EVENTS_PER_OPERATION:
+        return
+    using = operation._state.db
+    try:
+        if connections[using].in_atomic_block:
+            with transaction.atomic(using):
+                db.add_event(using, operation.pk, kind, operation.attempt, detail)
+        else:
+            db.add_event(using, operation.pk, kind, operation.attempt, detail)
+    except (DatabaseError, InterfaceError):
+        logger.warning("event %s of operation %s was not written", kind, operation.pk)
+
+
+def send(signal: Signal, operation: Operation, **details: Any) -> None:
+    """Send after the transaction that caused it; at once when none is open."""
+    if signal.receivers:
+        transaction.on_commit(
+            lambda: signal.send_robust(Operation, operation=operation, **details),
+            using=operation._state.db,
+            robust=True,
+        )
+
+
+def _dump_headers(headers: dict[str, str]) -> str:
+    return json.dumps(headers, separators=(",", ":"))
