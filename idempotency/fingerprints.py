@@ -239,13 +239,13 @@ class _Encoder:
                 return float.__repr__(value)
             raise TypeError(f"NaN and infinity have no fingerprint. {_ADVICE}")
         if isinstance(value, Decimal | UUID):
-            return type(value).__name__.lower() + quoted(str(value))
+            return ("decimal" if isinstance(value, Decimal) else "uuid") + quoted(str(value))
         if isinstance(value, datetime):
             if value.tzinfo is not None:
                 value = value.astimezone(UTC)
             return "datetime" + quoted(value.isoformat())
         if isinstance(value, date | time):
-            return type(value).__name__ + quoted(value.isoformat())
+            return ("date" if isinstance(value, date) else "time") + quoted(value.isoformat())
         if isinstance(value, timedelta):
             return f'timedelta"{value.days} {value.seconds} {value.microseconds}"'
         if isinstance(value, bytes | bytearray | memoryview):
