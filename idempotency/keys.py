@@ -95,5 +95,6 @@ def _uuid(*parts: str) -> uuid.UUID:
         digest.update(b"%d:" % len(data) + data)
     number = int.from_bytes(digest.digest()[:16])
     number = number & ~(0xF << 76) | 8 << 76  # version 8, RFC 9562 section 5.8
-    number = number & ~(0x3 << 62) | 2 << 62  # variant
+    # Variant 10, and the bit after it: MariaDB's UUID type refuses version 8 with 0x80 in this byte.
+    number = number & ~(0x7 << 61) | 0b101 << 61
     return uuid.UUID(int=number)
