@@ -82,7 +82,7 @@ def canonical_value(
     """The canonical bytes behind `of_value`; `unknown` names values of other types."""
     try:
         return _Encoder(exclude, unknown).encode(value).encode()
-    except (RecursionError, _TooDeep):
+    except RecursionError:
         raise TypeError(
             f"A value nested deeper than {MAX_DEPTH} levels has no fingerprint. {_ADVICE}"
         ) from None
@@ -105,7 +105,7 @@ def canonical_json(raw: bytes, exclude: Exclude = frozenset()) -> bytes | None:
             parse_constant=_refuse,
         )
         return _Encoder(exclude).encode(value).encode()
-    except (ValueError, RecursionError, _TooDeep):
+    except (ValueError, RecursionError):
         return None
 
 
@@ -161,10 +161,6 @@ def _derived(secret: str | bytes) -> tuple[str, bytes]:
 _ADVICE = "Pass plain values (a primary key, not an object), or give the policy a `fingerprint`."
 
 
-class _TooDeep(Exception):
-    pass
-
-
 class _Number:
     """A JSON number as the client wrote it."""
 
@@ -207,7 +203,7 @@ class _Encoder:
             return "true" if value else "false"
         if isinstance(value, Mapping | list | tuple | set | frozenset):
             if depth == MAX_DEPTH:
-                raise _TooDeep
+                raise RecursionError
             return self.container(value, path, depth + 1)
         return self.scalar(value)
 

@@ -27,7 +27,8 @@ def encode(scope: Scope) -> str:
     Raises ConfigurationError if the scope is not a tuple of at least one string, or is longer than
     255 characters when encoded.
     """
-    if not isinstance(scope, tuple) or not scope or not all(isinstance(p, str) for p in scope):
+    parts: object = scope  # user code made it
+    if not isinstance(parts, tuple) or not parts or not all(isinstance(p, str) for p in parts):
         raise ConfigurationError(
             "A scope must be a tuple of one or more strings, such as ('user:42',); "
             f"got {type(scope).__name__}."

@@ -23,9 +23,14 @@ from idempotency.exceptions import ConfigurationError
 from idempotency.fingerprints import Fingerprint, canonical_json
 
 json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
     | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+    ),
     max_leaves=8,
 )
 
@@ -84,7 +89,9 @@ def test_one_secret_instead_of_a_list_of_secrets_is_refused(settings: Any) -> No
         fingerprints.of("a").digest()
 
 
-@pytest.mark.parametrize("change", ["2{}", "{}0", "{}\n", " {}", "x", "", "1:", "1:00000000:", ":::"])
+@pytest.mark.parametrize(
+    "change", ["2{}", "{}0", "{}\n", " {}", "x", "", "1:", "1:00000000:", ":::"]
+)
 def test_what_this_version_did_not_write_is_no_match(change: str) -> None:
     """RULES 35: an unknown version or key id is a difference, not an error."""
     digest = fingerprints.of("a").digest()
@@ -95,7 +102,9 @@ def test_what_this_version_did_not_write_is_no_match(change: str) -> None:
 def test_the_canonical_bytes_of_version_1_stay_what_they_are() -> None:
     """RULES 35: change VERSION together with any of these."""
     assert fingerprints.of("a", b"bc").canonical == b"1:a,2:bc,"
-    assert canonical_json(b'{"b": [1.0, "\xc3\xa9"], "a": null}') == b'{"a":null,"b":[1.0,"\\u00e9"]}'
+    assert (
+        canonical_json(b'{"b": [1.0, "\xc3\xa9"], "a": null}') == b'{"a":null,"b":[1.0,"\\u00e9"]}'
+    )
     pairs = [(b"b", b"1"), (b"a", b"2"), (b"b", b"0")]
     assert fingerprints.canonical_form(pairs) == b"8:1:a,1:2,,8:1:b,1:1,,8:1:b,1:0,,"
     value = {"d": Decimal("1.50"), "u": UUID(int=1), "t": (1, True)}
@@ -238,9 +247,7 @@ def test_excluded_members_may_differ_everywhere_on_their_path() -> None:
 
     assert canonical(1, "a", "x", 5) == canonical(2, "b", "y", 5)
     assert canonical(1, "a", "x", 5) != canonical(1, "a", "x", 6)
-    assert canonical(1, "a", "x", 5) == (
-        b'{"items":[{"amount":5},[{}]],"meta":{"sent_at":"kept"}}'
-    )
+    assert canonical(1, "a", "x", 5) == (b'{"items":[{"amount":5},[{}]],"meta":{"sent_at":"kept"}}')
 
 
 def test_an_excluded_name_elsewhere_still_counts() -> None:
@@ -265,7 +272,9 @@ pairs = st.lists(st.tuples(st.binary(max_size=2), st.binary(max_size=2)), max_si
 @given(pairs, pairs)
 @example([(b"a", b"b")], [(b"ab", b"")])
 @example([(b"a", b"")], [])
-def test_forms_are_equal_exactly_when_each_field_has_the_same_values(some: Any, others: Any) -> None:
+def test_forms_are_equal_exactly_when_each_field_has_the_same_values(
+    some: Any, others: Any
+) -> None:
     def by_name(form: Any) -> dict[bytes, list[bytes]]:
         fields: dict[bytes, list[bytes]] = {}
         for name, value in form:
@@ -380,7 +389,17 @@ def test_excluded_arguments_may_differ() -> None:
 
 @pytest.mark.parametrize(
     "value",
-    [object(), Odd.THING, float("nan"), float("inf"), User(), User, lambda: 1, gettext_lazy("x"), 1j],
+    [
+        object(),
+        Odd.THING,
+        float("nan"),
+        float("inf"),
+        User(),
+        User,
+        lambda: 1,
+        gettext_lazy("x"),
+        1j,
+    ],
 )
 def test_a_value_without_a_stable_form_is_an_error_that_says_what_to_do(value: Any) -> None:
     """An address in memory would make every retry a different request."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from io import BytesIO
+from tempfile import TemporaryFile
 from typing import IO, Any
 from urllib.parse import parse_qsl
 
@@ -17,8 +17,8 @@ from django.core.files.uploadhandler import FileUploadHandler
 from django.http import HttpRequest
 from django.http.multipartparser import MultiPartParser, MultiPartParserError
 
-from .. import fingerprints
-from ..exceptions import ConfigurationError
+from idempotency import fingerprints
+from idempotency.exceptions import ConfigurationError
 
 #: Larger JSON and form bodies are compared byte for byte. Bytes.
 CANONICAL_LIMIT = 1024 * 1024
@@ -70,17 +70,18 @@ def spool(request: Any) -> None:
     stream = getattr(http, "_stream", None)
     if stream is None or hasattr(http, "_body") or http._read_started or _seekable(stream):
         return
-    in_memory = max(settings.FILE_UPLOAD_MAX_MEMORY_SIZE, 1)  # 0 would mean no limit below
-    buffer = tempfile.SpooledTemporaryFile(  # noqa: SIM115
-        in_memory, dir=settings.FILE_UPLOAD_TEMP_DIR
-    )
+    buffer: IO[bytes] = BytesIO()
     try:
         while chunk := http.read(_CHUNK):
             buffer.write(chunk)
+            if isinstance(buffer, BytesIO) and buffer.tell() > settings.FILE_UPLOAD_MAX_MEMORY_SIZE:
+                memory = buffer
+                buffer = TemporaryFile(dir=settings.FILE_UPLOAD_TEMP_DIR)  # noqa: SIM115
+                buffer.write(memory.getbuffer())
     except BaseException:
         buffer.close()
         raise
-    if buffer.tell() > in_memory:
+    if not isinstance(buffer, BytesIO):
         _close_with(http, buffer)
     buffer.seek(0)
     http._stream = buffer

@@ -8,11 +8,12 @@ from typing import Any
 
 from django.http import HttpRequest
 
-from .. import fingerprints, keys
-from ..conf import conf
-from ..exceptions import ConfigurationError, InvalidKey
-from ..fingerprints import Fingerprint
-from ..policies import Resolved
+from idempotency import fingerprints, keys
+from idempotency.conf import conf
+from idempotency.exceptions import ConfigurationError, InvalidKey
+from idempotency.fingerprints import Fingerprint
+from idempotency.policies import Resolved
+
 from .bodies import canonical_body, django_request, is_drf, is_json, spool, url_pairs
 
 __all__ = ["find_key", "request_fingerprint", "spool"]
