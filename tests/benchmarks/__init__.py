@@ -1,0 +1,1 @@
+"""What protection costs: measured ratios, never asserted. `python -m tests.benchmarks --help`."""

@@ -1,0 +1,95 @@
+"""Requests per second of protected and unprotected views, in interleaved rounds."""
+
+import sys
+from collections import defaultdict
+from dataclasses import dataclass
+from secrets import token_hex
+
+from tests.benchmarks import load, project
+from tests.benchmarks.report import ratio, table
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the table: what is requested, and what its rate is compared with."""
+
+    label: str
+    path: str
+    base: str
+    #: Label of the case whose operations are asked for again, each key about once; "" for new keys.
+    again: str = ""
+    #: How many of those keys are asked for, over and over; 0: all.
+    keys: int = 0
+
+
+UNPROTECTED, FLOOR, FIRST = "unprotected", "floor (by hand, raw SQL)", "first request"
+DRF, DRF_FIRST = "DRF, unprotected", "DRF, first request"
+
+CASES = (
+    Case(UNPROTECTED, "unprotected", UNPROTECTED),
+    Case("unprotected, atomic", "atomic", UNPROTECTED),
+    Case(FLOOR, "floor", UNPROTECTED),
+    Case(FIRST, "protected", UNPROTECTED),
+    Case("replay", "protected", UNPROTECTED, again=FIRST),
+    Case("replay, one key in a storm", "protected", UNPROTECTED, again=FIRST, keys=1),
+    Case(DRF, "drf", DRF),
+    Case(DRF_FIRST, "drf-protected", DRF),
+    Case("DRF, replay", "drf-protected", DRF, again=DRF_FIRST),
+)
+
+
+def main(rounds: int, seconds: float, only: str = "") -> None:
+    """Measure and print. Raises LoadError when a request failed or did not do what its case says."""
+    cases = [case for case in CASES if only in case.label or not only]
+    loads: dict[str, list[load.Load]] = defaultdict(list)
+    if not load.has_wrk():
+        sys.stderr.write(load.NO_WRK)
+    with project.database(), project.web_server() as url:
+        for number in range(rounds + 1):
+            seen: dict[str, tuple[str, load.Load]] = {}
+            for case in cases:
+                result = _measure(url, case, seen, seconds if number else 1)
+                if number:  # the first round only warms everything up
+                    loads[case.label].append(result)
+            sys.stderr.write(f"round {number} of {rounds}\n")
+    print_table(cases, loads)
+
+
+def _measure(
+    url: str, case: Case, seen: dict[str, tuple[str, load.Load]], seconds: float
+) -> load.Load:
+    from tests.app.models import Effect
+
+    prefix, distinct = token_hex(8) + "-", 0
+    if case.again:
+        prefix, first = seen[case.again]
+        distinct = case.keys or first.requests
+    before = Effect.objects.count()
+    result = load.drive(f"{url}/{case.path}", prefix=prefix, distinct=distinct, seconds=seconds)
+    made = Effect.objects.count() - before
+    expected = 0 if case.again else result.requests
+    # wrk does not count what was on its way when its time was over.
+    if not expected <= made <= expected + load.CONNECTIONS * bool(expected):
+        raise load.LoadError(f"{case.label}: {result.requests} requests made {made} effects")
+    seen[case.label] = prefix, result
+    return result
+
+
+def print_table(cases: list[Case], loads: dict[str, list[load.Load]]) -> None:
+    rates = {label: [one.rate for one in many] for label, many in loads.items()}
+    rows = []
+    for case in cases:
+        to_floor = "" if case.base == DRF else ratio(rates[case.label], rates[FLOOR])
+        median_rate = sorted(rates[case.label])[len(rates[case.label]) // 2]
+        latency = sorted(one.median_ms for one in loads[case.label])[len(loads[case.label]) // 2]
+        rows.append(
+            [
+                case.label,
+                f"{median_rate:.0f}",
+                f"{latency:.1f}",
+                ratio(rates[case.label], rates[case.base]),
+                to_floor,
+            ]
+        )
+    header = ["request", "per second", "median ms", "to unprotected", "to floor"]
+    sys.stdout.write(table(header, rows) + "\n")
