@@ -1,0 +1,40 @@
+"""Celery tasks. The module has this name because Celery's autodiscovery looks for it.
+
+Importing it needs Celery and no database, so that a settings module can use the schedule:
+
+    from idempotency.tasks import BEAT_SCHEDULE
+    CELERY_BEAT_SCHEDULE = {**BEAT_SCHEDULE, ...}
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from celery import shared_task
+
+#: Entries for Celery beat; intervals in seconds. A run that waited until the next one is dropped.
+BEAT_SCHEDULE: dict[str, dict[str, Any]] = {
+    "idempotency-purge": {
+        "task": "idempotency.tasks.purge_expired",
+        "schedule": 600.0,
+        "kwargs": {"max_seconds": 300},
+        "options": {"expires": 600},
+    },
+}
+
+
+@shared_task(name="idempotency.tasks.purge_expired", ignore_result=True)
+def purge_expired(
+    using: str | None = None, batch_size: int | None = None, max_seconds: float | None = None
+) -> dict[str, Any]:
+    """`retention.purge()`: schedule it once for every database that holds operations.
+
+    `using` is the database alias (default: the `USING` setting), `max_seconds` stops the run early;
+    the next one goes on. Returns the number of rows by what happened to them.
+    """
+    from dataclasses import asdict
+
+    from . import retention
+
+    size = retention.BATCH_SIZE if batch_size is None else batch_size
+    return asdict(retention.purge(using, batch_size=size, max_seconds=max_seconds))
