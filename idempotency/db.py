@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from django.db import DatabaseError, InterfaceError, OperationalError, connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 
-from .models import Event, Operation
+from .models import Event, Operation, Step, StepStatus
 
 #: What a duplicate's answer needs, beside the id that is known already.
 READ = (
@@ -31,6 +31,21 @@ READ = (
     "body",
     "last_error",
 )  # fmt: skip
+
+#: What a step's row is written with, beside its times.
+STEP = (
+    "operation_id",
+    "name",
+    "is_external",
+    "status",
+    "attempt",
+    "result",
+    "compensation",
+    "reconciler",
+)
+
+#: Seconds within which every claimant has taken its lock, unless it was stopped in between.
+STARTING = 2
 
 #: SQLSTATE classes and MySQL error numbers after which the same statements may simply succeed.
 _TRANSIENT_SQLSTATES = ("40001", "40P01", "55P03", "57P", "08", "53", "25P03")
@@ -92,6 +107,7 @@ class Statements:
         quote = connection.ops.quote_name
         self.table = quote(Operation._meta.db_table)
         self.events = quote(Event._meta.db_table)
+        steps = quote(Step._meta.db_table)
 
         if self.vendor == "postgresql":
             now = "STATEMENT_TIMESTAMP()"
@@ -125,11 +141,13 @@ class Statements:
             "attempt",
             "owner",
             "stepwise",
+            "arguments",
         )
         values = ", ".join(["%s"] * len(inserted))
         self.insert = (
-            f"INTO {t} ({', '.join(map(q, inserted))}, {q('created_at')}, {q('due_at')}) "
-            f"VALUES ({values}, {now}, {self.after})"
+            f"INTO {t} ({', '.join(map(q, inserted))}, "
+            f"{q('lease_expires_at')}, {q('created_at')}, {q('due_at')}) "
+            f"VALUES ({values}, {self.after}, {now}, {self.after})"
         )
         if self.vendor == "postgresql":
             self.claim = (
@@ -153,7 +171,9 @@ class Statements:
 
         locked = (
             f"{q('status')}, {q('attempt')}, {q('owner')}, "
-            f"CASE WHEN {q('tombstone_until')} <= {now} THEN 1 ELSE 0 END, {q('last_error')}"
+            f"CASE WHEN {q('tombstone_until')} <= {now} THEN 1 ELSE 0 END, {q('last_error')}, "
+            f"CASE WHEN {q('lease_expires_at')} > {now} THEN 1 ELSE 0 END, "
+            f"CASE WHEN {q('created_at')} <= {self.after.replace('%s', str(-STARTING))} THEN 1 ELSE 0 END"
         )
         self.lock = f"SELECT {locked} FROM {t} WHERE {q('id')} = %s"
         # NO KEY: FOR UPDATE would also stop the foreign-key checks of other transactions' child rows.
@@ -173,20 +193,50 @@ class Statements:
 
         self.complete = (
             f"UPDATE {t} SET {q('status')} = %s, {q('attempt')} = %s, {q('owner')} = %s, {q('code')} = %s, "
-            f"{q('headers')} = %s, {q('body')} = %s, {q('last_error')} = %s, {q('finished_at')} = {now}, "
+            f"{q('headers')} = %s, {q('body')} = %s, {q('last_error')} = '', {q('finished_at')} = {now}, "
             f"{q('expires_at')} = {self.after}, {q('tombstone_until')} = {self.after}, "
-            f"{q('due_at')} = {self.after} WHERE {q('id')} = %s"
+            f"{q('due_at')} = {self.after}, {q('lease_expires_at')} = NULL WHERE {q('id')} = %s"
         )
         self.fail = (
-            f"UPDATE {t} SET {q('attempt')} = %s, {q('owner')} = %s, {q('last_error')} = %s, "
+            f"UPDATE {t} SET {q('status')} = %s, {q('attempt')} = %s, {q('owner')} = %s, {q('last_error')} = %s, "
             f"{q('due_at')} = {self.after} WHERE {q('id')} = %s"
         )
         self.renew = (
             f"UPDATE {t} SET {q('name')} = %s, {q('status')} = %s, {q('fingerprint')} = %s, {q('attempt')} = %s, "
             f"{q('owner')} = %s, {q('stepwise')} = %s, {q('code')} = NULL, {q('headers')} = NULL, "
             f"{q('body')} = NULL, {q('last_error')} = '', {q('created_at')} = {now}, {q('finished_at')} = NULL, "
-            f"{q('expires_at')} = NULL, {q('tombstone_until')} = NULL, {q('due_at')} = {self.after} "
+            f"{q('expires_at')} = NULL, {q('tombstone_until')} = NULL, {q('checks')} = 0, "
+            f"{q('arguments')} = %s, {q('lease_expires_at')} = {self.after}, {q('due_at')} = {self.after} "
             f"WHERE {q('id')} = %s"
+        )
+        self.forget_steps = f"DELETE FROM {steps} WHERE {q('operation_id')} = %s"
+
+        # Stepwise operations: ownership is a lease, and every write is conditional on its fence.
+        fence = f"{q('owner')} = %s AND {q('attempt')} = %s AND {q('status')} = 'processing' AND {q('id')} = %s"
+        # due_at stays: an update of unindexed columns only is a cheap (HOT) one on PostgreSQL.
+        self.fence = f"UPDATE {t} SET {q('lease_expires_at')} = {self.after} WHERE {fence}"
+        self.lease = (
+            f"UPDATE {t} SET {q('attempt')} = %s, {q('owner')} = %s, {q('stepwise')} = %s, "
+            f"{q('lease_expires_at')} = {self.after}, {q('due_at')} = {self.after} WHERE {q('id')} = %s"
+        )
+        self.release = (
+            f"UPDATE {t} SET {q('status')} = %s, {q('last_error')} = %s, {q('lease_expires_at')} = NULL, "
+            f"{q('due_at')} = {self.after} WHERE {fence}"
+        )
+        self.step_done = (
+            f"INSERT INTO {steps} ({', '.join(map(q, STEP))}, {q('started_at')}, {q('done_at')}) "
+            f"VALUES (%s, %s, %s, %s, %s, %s, %s, %s, {now}, {now})"
+        )
+        self.step_started = (
+            f"INSERT INTO {steps} ({', '.join(map(q, STEP))}, {q('started_at')}) "
+            f"VALUES (%s, %s, %s, %s, %s, %s, %s, %s, {now})"
+        )
+        self.step_finished = (
+            f"UPDATE {steps} SET {q('status')} = %s, {q('attempt')} = %s, {q('result')} = %s, {q('done_at')} = {now} "
+            f"WHERE {q('name')} = %s AND {q('operation_id')} = %s"
+        )
+        self.step_withdrawn = (
+            f"DELETE FROM {steps} WHERE {q('name')} = %s AND {q('operation_id')} = %s"
         )
         self.event = (
             f"INSERT INTO {self.events} ({q('operation_id')}, {q('kind')}, {q('attempt')}, {q('detail')}, "
@@ -215,11 +265,13 @@ def _operation(connection: BaseDatabaseWrapper, pk: uuid.UUID, row: Sequence[Any
     return operation
 
 
-def claim(using: str, values: Mapping[str, Any], keep: float) -> tuple[bool, Operation | None]:
+def claim(
+    using: str, values: Mapping[str, Any], due: float, lease: float | None
+) -> tuple[bool, Operation | None]:
     """Insert the operation unless it exists. Returns (is it new, the row that was there).
 
     (False, None) means the row vanished meanwhile (purged) or appeared just now: ask again.
-    Never waits for an executor that holds the row's lock. `keep` is in seconds.
+    Never waits for an executor that holds the row's lock. `due` and `lease` are in seconds.
     """
     connection = connections[using]
     sql = statements(connection)
@@ -235,7 +287,9 @@ def claim(using: str, values: Mapping[str, Any], keep: float) -> tuple[bool, Ope
         values["attempt"],
         values["owner"],
         values["stepwise"],
-        keep,
+        values["arguments"],
+        lease,
+        due,
     ]
     with connection.cursor() as cursor:
         if sql.vendor == "postgresql":
@@ -285,6 +339,9 @@ class Locked(NamedTuple):
     owner: str
     forgotten: bool
     last_error: str
+    leased: bool
+    #: Claimed long enough ago to have started: with the lock free, its executor is gone.
+    started: bool
 
 
 def lock(using: str, pk: uuid.UUID) -> Locked | None:
@@ -311,3 +368,24 @@ def add_event(using: str, pk: uuid.UUID, kind: str, attempt: int, detail: str) -
         cursor.execute(
             statements(connection).event, [_pk(connection, pk), kind, attempt, detail[:255]]
         )
+
+
+def add_step(
+    using: str,
+    pk: uuid.UUID,
+    name: str,
+    *,
+    attempt: int,
+    is_external: bool,
+    result: str | None,
+    compensation: str,
+    reconciler: str,
+) -> None:
+    """Record a step: as done when it is local, as started when it is external."""
+    connection = connections[using]
+    sql = statements(connection)
+    status = StepStatus.STARTED if is_external else StepStatus.DONE
+    key = _pk(connection, pk)
+    values = [key, name, is_external, status, attempt, result, compensation, reconciler]
+    with connection.cursor() as cursor:
+        cursor.execute(sql.step_started if is_external else sql.step_done, values)

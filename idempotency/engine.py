@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import NoReturn
+from typing import Any, NoReturn, TypeGuard, TypeVar
 
 from asgiref.sync import sync_to_async
 from django.db import (
@@ -33,6 +33,7 @@ from django.db import (
 from . import db, keys, scopes, signals
 from .conf import conf
 from .exceptions import (
+    ConfigurationError,
     IdempotencyError,
     InProgress,
     KeyExpired,
@@ -47,14 +48,19 @@ from .executions import Execution, note, raise_translated, send  # noqa: F401
 from .fingerprints import Fingerprint
 from .models import EventKind, Operation, Outcome, Status, new_owner
 from .policies import Resolved
+from .steps import StepwiseExecution, in_test_transaction
 
 logger = logging.getLogger("idempotency")
+
+T = TypeVar("T")
 
 #: Pauses, in seconds, before a claimant says in-progress: whoever probes a lock (another
 #: claimant, the admin, the purge) holds it for less.
 LOCK_PAUSES = (0.002, 0.005, 0.01, 0.02)
 #: How often a claim may be lost to a purge or a commit that happens at the same moment.
 CLAIM_ROUNDS = 8
+
+AnyExecution = Execution | StepwiseExecution
 
 _running: ContextVar[tuple[Operation, ...]] = ContextVar("idempotency_running", default=())
 
@@ -85,6 +91,8 @@ class Intent:
     key: str
     fingerprint: Fingerprint
     policy: Resolved
+    #: JSON of what a stepwise operation needs to be run again without its caller.
+    arguments: str | None = None
 
 
 @dataclass(frozen=True)
@@ -95,7 +103,7 @@ class Replay:
     outcome: Outcome
 
 
-def begin(intent: Intent) -> Execution | Replay:
+def begin(intent: Intent) -> AnyExecution | Replay:
     """Claim the operation, waiting for a running first request as long as the policy says.
 
     Guarantees that at most one caller holds an Execution of this operation at a time, and that no
@@ -112,17 +120,46 @@ def begin(intent: Intent) -> Execution | Replay:
             time.sleep(pause)
 
 
-async def abegin(intent: Intent) -> Execution | Replay:
+async def abegin(intent: Intent) -> AnyExecution | Replay:
     """`begin` for async callers: waits without blocking the event loop."""
     pauses = _pauses(intent)
     while True:
         try:
-            return await sync_to_async(_try)(intent)
+            return await in_thread(_try, intent, discard=_discard)
         except InProgress as refusal:
             pause = next(pauses, None)
             if pause is None:
                 await sync_to_async(_refused)(refusal)
             await asyncio.sleep(pause)
+
+
+def _discard(begun: Execution | Replay) -> None:
+    if not isinstance(begun, Replay):
+        begun.fail(asyncio.CancelledError())
+
+
+async def in_thread(
+    function: Callable[..., T], *args: Any, discard: Callable[[T], Any] | None = None
+) -> T:
+    """Call a sync function in the request's thread, to its end even if the caller is cancelled.
+
+    A thread cannot be interrupted: cancellation is raised when the call is over. `discard` gets the
+    result that nobody will see then.
+    """
+    task = asyncio.ensure_future(sync_to_async(function)(*args))
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is None:
+        return task.result()
+    if task.exception() is not None:
+        logger.debug("cancelled, and failed meanwhile", exc_info=task.exception())
+    elif discard is not None:
+        await in_thread(discard, task.result())
+    raise cancelled
 
 
 def _pauses(intent: Intent) -> Iterator[float]:
@@ -141,7 +178,7 @@ def _refused(refusal: InProgress) -> NoReturn:
     _refuse(operation, refusal)
 
 
-def _try(intent: Intent) -> Execution | Replay:
+def _try(intent: Intent) -> AnyExecution | Replay:
     policy = intent.policy
     pk = keys.operation_id(intent.scope, intent.key)
     if any(operation.pk == pk for operation in _running.get()):
@@ -159,7 +196,14 @@ def _try(intent: Intent) -> Execution | Replay:
         attempt=1,
         owner=new_owner(),
         stepwise=policy.stepwise,
+        arguments=intent.arguments,
     )
+    if policy.stepwise and connections[policy.using].in_atomic_block:
+        if not in_test_transaction(policy.using):
+            raise ConfigurationError(
+                f"{intent.name}: a stepwise operation cannot run inside a transaction, which would "
+                "stay open across its external calls and could undo what it recorded."
+            )
     fresh._state.adding = False
     fresh._state.db = policy.using
     cause: BaseException | None = None
@@ -172,6 +216,8 @@ def _try(intent: Intent) -> Execution | Replay:
             if isinstance(operation, Replay):
                 return operation
             execution = _execute(operation, intent, is_ours=operation is fresh)
+            if isinstance(execution, StepwiseExecution):
+                return _compensate(execution) or execution
             if execution is not None:
                 return execution
         except (OperationalError, InterfaceError) as error:
@@ -191,7 +237,8 @@ def _claim(fresh: Operation, intent: Intent) -> Operation | Replay | None:
     """The operation to execute, or its replay; None when the row changed hands: claim again."""
     policy = intent.policy
     keep = (policy.retention + policy.tombstone).total_seconds()
-    is_new, found = db.claim(policy.using, fresh.__dict__, keep)
+    lease = policy.lease.total_seconds() if policy.stepwise else None
+    is_new, found = db.claim(policy.using, fresh.__dict__, lease or keep, lease)
     if is_new:
         return fresh
     if found is None:
@@ -222,6 +269,7 @@ def _renew(fresh: Operation, intent: Intent) -> bool:
             return False
         fresh.attempt = locked.attempt + 1  # attempts of the old life stay below every new one
         keep = (policy.retention + policy.tombstone).total_seconds()
+        lease = policy.lease.total_seconds() if policy.stepwise else None
         values = (
             fresh.name,
             fresh.status,
@@ -229,17 +277,23 @@ def _renew(fresh: Operation, intent: Intent) -> bool:
             fresh.attempt,
             fresh.owner,
             fresh.stepwise,
-            keep,
+            fresh.arguments,
+            lease,
+            lease or keep,
         )
         db.execute(policy.using, "renew", values, fresh.pk)
+        db.execute(policy.using, "forget_steps", (), fresh.pk)
         db.add_event(policy.using, fresh.pk, EventKind.RENEWED, fresh.attempt, "")
     return True
 
 
-def _execute(operation: Operation, intent: Intent, *, is_ours: bool) -> Execution | None:
-    """Open the business transaction and take the row's lock. None: claim again."""
-    policy = intent.policy
-    using = policy.using
+def _execute(operation: Operation, intent: Intent, *, is_ours: bool) -> AnyExecution | None:
+    """Become the executor. None: the row changed hands, claim again. Raises InProgress."""
+    if intent.policy.stepwise:
+        if is_ours:  # the claim itself took the lease
+            return StepwiseExecution(operation, intent.policy, resumed=False)
+        return _lease(operation, intent)
+    using = intent.policy.using
     pauses = iter(LOCK_PAUSES)
     while True:
         block = transaction.atomic(using)
@@ -247,27 +301,87 @@ def _execute(operation: Operation, intent: Intent, *, is_ours: bool) -> Executio
         block.__enter__()
         try:
             locked = db.lock(using, operation.pk)
-            # The owner tells whether the row is still the one that was judged.
-            if (
-                locked is not None
-                and locked.owner == operation.owner
-                and locked.status == Status.PROCESSING
-            ):
-                if not is_ours:
-                    _take_over(operation, locked)
-                return Execution(operation, policy, block, joined=joined)
+            if _is_unchanged(operation, locked) and not locked.leased:
+                if is_ours or not _is_unsafe(operation, locked, intent):
+                    if not is_ours:
+                        _take_over(operation, locked)
+                    return Execution(operation, intent.policy, block, joined=joined)
+                _reconcile(operation, locked)
         except BaseException as error:
             block.__exit__(type(error), error, error.__traceback__)
             raise
         block.__exit__(None, None, None)
-        if locked is not None:
+        if locked is not None and not locked.leased:
             return None  # somebody finished or took over meanwhile: the next claim reads what
         pause = next(pauses, None)
-        if pause is None or connections[using].in_atomic_block:
-            refusal = InProgress(operation_id=operation.pk, retry_after=conf.RETRY_AFTER)
-            refusal.__dict__["operation"] = operation
-            raise refusal
+        if pause is None or locked is not None or connections[using].in_atomic_block:
+            _in_progress(operation)
         time.sleep(pause)
+
+
+def _lease(operation: Operation, intent: Intent) -> StepwiseExecution | None:
+    """Continue a stepwise operation whose lease was given back or has lapsed."""
+    policy = intent.policy
+    with transaction.atomic(policy.using):
+        locked = db.lock(policy.using, operation.pk)
+        if locked is None or (locked.leased and _is_unchanged(operation, locked)):
+            _in_progress(operation)
+        if not _is_unchanged(operation, locked):
+            return None
+        if _is_unsafe(operation, locked, intent):
+            _reconcile(operation, locked)
+            return None
+        _take_over(operation, locked)
+        lease = policy.lease.total_seconds()
+        values = (operation.attempt, operation.owner, True, lease, lease)
+        db.execute(policy.using, "lease", values, operation.pk)
+    return StepwiseExecution(operation, policy, resumed=True)
+
+
+def _compensate(execution: StepwiseExecution) -> Replay | None:
+    """Finish a compensation that an earlier attempt began; the handler is not run again."""
+    outcome = execution.pending_compensation()
+    if outcome is None:
+        return None
+    try:
+        execution.complete(outcome)
+    except BaseException as error:
+        execution.fail(error)
+        raise
+    return _replay(execution.operation, execution.policy)
+
+
+def _is_unchanged(operation: Operation, locked: db.Locked | None) -> TypeGuard[db.Locked]:
+    """Whether the locked row is still the one that was judged: the owner changes with every executor."""
+    return (
+        locked is not None
+        and locked.owner == operation.owner
+        and locked.status == Status.PROCESSING
+    )
+
+
+def _is_unsafe(operation: Operation, locked: db.Locked, intent: Intent) -> bool:
+    """Whether the executor vanished, and the policy says that only a reconciler knows what it did."""
+    if intent.policy.on_interrupted == "rerun" or locked.last_error:
+        return False
+    if not locked.started:
+        _in_progress(operation)  # it may be between its claim and its lock
+    return True
+
+
+def _reconcile(operation: Operation, locked: db.Locked) -> None:
+    values = (Status.RECONCILING, locked.attempt, locked.owner, "interrupted", conf.RETRY_AFTER)
+    db.execute(operation._state.db, "fail", values, operation.pk)
+    db.add_event(
+        operation._state.db, operation.pk, EventKind.RECONCILING, locked.attempt, "interrupted"
+    )
+    send(signals.operation_reconciling, operation)
+
+
+def _in_progress(operation: Operation) -> NoReturn:
+    refusal = InProgress(operation_id=operation.pk, retry_after=conf.RETRY_AFTER)
+    refusal.__dict__["operation"] = operation
+    raise refusal
 
 
 def _take_over(operation: Operation, locked: db.Locked) -> None:

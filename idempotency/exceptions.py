@@ -7,7 +7,7 @@ attributes say what the caller may do next. HTTP doors turn it into RFC 9457 pro
 from __future__ import annotations
 
 import uuid
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from django.core.exceptions import ImproperlyConfigured
 
@@ -117,6 +117,10 @@ class OutcomeUnknown(Refusal):
     status = 409
     title = "The outcome of this operation is being checked."
     key_action = "wait"
+
+    def __init__(self, detail: str = "", *, provider_ref: str = "", **kwargs: Any) -> None:
+        super().__init__(detail, **kwargs)
+        self.provider_ref = provider_ref
 
 
 class ResponseNotRetained(Refusal):

@@ -17,7 +17,7 @@ from django.dispatch import Signal
 
 from . import db, signals
 from .conf import conf
-from .exceptions import RolledBack, Unavailable
+from .exceptions import OutcomeUnknown, RolledBack, Unavailable
 from .models import EventKind, Operation, Outcome, Status, describe_error
 from .policies import Resolved
 
@@ -38,6 +38,8 @@ class Execution:
         self._block: transaction.Atomic | None = block
         #: Inside the caller's transaction: durable only when that commits.
         self.joined = joined
+        self.declared_status: str | None = None
+        operation.execution = self
 
     def complete(self, outcome: Outcome) -> None:
         """Write the outcome into the transaction of the effects and commit both.
@@ -111,60 +113,44 @@ class Execution:
         )
 
     def _write(self, outcome: Outcome) -> None:
-        operation, policy = self.operation, self.policy
-        body = outcome.body
-        if body is not None and len(body) > policy.max_response_bytes:
-            body = None
-        if body is not None and policy.codec is not None:
-            body = policy.codec.encode(body)
-        operation.status = outcome.status
-        operation.code = outcome.code
-        operation.headers = _dump_headers(outcome.headers)
-        operation.body = body
-        window = policy.retention.total_seconds()
-        until = window + policy.tombstone.total_seconds()
-        values = (
-            operation.status,
-            operation.attempt,
-            operation.owner,
-            operation.code,
-            operation.headers,
-            operation.body,
-            "",
-            window,
-            until,
-            window,
-        )
-        if db.execute(policy.using, "complete", values, operation.pk) != 1:
-            raise RolledBack(f"{operation.name}: the row of operation {operation.pk} is gone")
+        values = settle(self.operation, outcome, self.policy, self.declared_status)
+        if db.execute(self.policy.using, "complete", values, self.operation.pk) != 1:
+            raise RolledBack(f"{self.operation.name}: the operation's row is gone")
 
     def record(self, error: BaseException) -> None:
         """Remember a failed attempt. Best effort: the retry works without it."""
         operation, using = self.operation, self.policy.using
-        operation.status = Status.PROCESSING
         operation.last_error = describe_error(error)
+        is_unknown = isinstance(error, OutcomeUnknown) and error.operation_id == operation.pk
+        operation.status = Status.RECONCILING if is_unknown else Status.PROCESSING
+        kind = EventKind.RECONCILING if is_unknown else EventKind.ATTEMPT_FAILED
         keep = (self.policy.retention + self.policy.tombstone).total_seconds()
+        values = (
+            operation.status,
+            operation.attempt,
+            operation.owner,
+            operation.last_error,
+            conf.RETRY_AFTER if is_unknown else keep,
+        )
         try:
             db.drop_if_broken(using)
             with transaction.atomic(using):
                 if not self._relock():
                     return
-                values = (operation.attempt, operation.owner, operation.last_error, keep)
                 db.execute(using, "fail", values, operation.pk)
+                if isinstance(error, OutcomeUnknown):
+                    remember_reference(operation, error)
                 if operation.event_count < conf.EVENTS_PER_OPERATION:
-                    db.add_event(
-                        using,
-                        operation.pk,
-                        EventKind.ATTEMPT_FAILED,
-                        operation.attempt,
-                        operation.last_error,
-                    )
+                    db.add_event(using, operation.pk, kind, operation.attempt, operation.last_error)
         except (DatabaseError, InterfaceError):
             logger.warning(
                 "attempt of operation %s failed; the error could not be recorded", operation.pk
             )
             db.drop_if_broken(using)
-        send(signals.operation_attempt_failed, operation, error=operation.last_error)
+        if is_unknown:
+            send(signals.operation_reconciling, operation)
+        else:
+            send(signals.operation_attempt_failed, operation, error=operation.last_error)
 
     def _leave(self, error: BaseException | None) -> None:
         block, self._block = self._block, None
@@ -185,6 +171,40 @@ class Execution:
         except (DatabaseError, InterfaceError):
             return False
         return found is not None and found.is_final and found.owner == self.operation.owner
+
+
+def settle(
+    operation: Operation, outcome: Outcome, policy: Resolved, status: str | None = None
+) -> tuple[Any, ...]:
+    """Put the outcome on the operation; returns the values of the `complete` statement."""
+    body = outcome.body
+    if body is not None and len(body) > policy.max_response_bytes:
+        body = None
+    if body is not None and policy.codec is not None:
+        body = policy.codec.encode(body)
+    operation.status = status or outcome.status
+    operation.code = outcome.code
+    operation.headers = json.dumps(outcome.headers, separators=(",", ":"))
+    operation.body = body
+    window = policy.retention.total_seconds()
+    until = window + policy.tombstone.total_seconds()
+    return (
+        operation.status,
+        operation.attempt,
+        operation.owner,
+        operation.code,
+        operation.headers,
+        operation.body,
+        window,
+        until,
+        window,
+    )
+
+
+def remember_reference(operation: Operation, unknown: OutcomeUnknown) -> None:
+    """Keep the provider's name for what may have happened, so that its webhook finds the operation."""
+    if unknown.provider_ref:
+        operation.refer("provider", unknown.provider_ref)
 
 
 def raise_translated(error: BaseException, operation: Operation) -> NoReturn:
@@ -220,7 +240,3 @@ def send(signal: Signal, operation: Operation, **details: Any) -> None:
             using=operation._state.db,
             robust=True,
         )
-
-
-def _dump_headers(headers: dict[str, str]) -> str:
-    return json.dumps(headers, separators=(",", ":"))

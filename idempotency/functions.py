@@ -16,6 +16,9 @@ from .models import Operation, Outcome, Status
 from .policies import Policy, Resolved
 from .scopes import Scope
 
+#: Header of a stored outcome that is an exception: its dotted type.
+FAILURE = "failure"
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -149,13 +152,13 @@ def result_of(operation: Operation, outcome: Outcome) -> Any:
     if outcome.body is None:
         raise ResponseNotRetained(operation_id=operation.pk)
     value = encoding.loads(outcome.body)
-    if outcome.status == Status.FAILED:
-        raise StoredFailure(value["message"], value["type"])
+    if FAILURE in outcome.headers:
+        raise StoredFailure(value, outcome.headers[FAILURE])
     return value
 
 
 def raise_failed(
-    begun: engine.Execution, error: BaseException, failures: tuple[type[Exception], ...]
+    begun: engine.AnyExecution, error: BaseException, failures: tuple[type[Exception], ...]
 ) -> NoReturn:
     """End an execution whose call raised: store a declared failure, remember any other."""
     if not isinstance(error, failures):
@@ -163,6 +166,6 @@ def raise_failed(
         engine.raise_translated(error, begun.operation)
     begun.abort(error)
     kind = f"{type(error).__module__}.{type(error).__qualname__}"
-    stored = {"type": kind, "message": str(error)}
-    begun.store_failure(Outcome(status=Status.FAILED, body=encoding.dumps(stored).encode()))
+    body = encoding.dumps(str(error)).encode()
+    begun.store_failure(Outcome(status=Status.FAILED, headers={FAILURE: kind}, body=body))
     raise StoredFailure(str(error), kind) from error

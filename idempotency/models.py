@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import json
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar, NoReturn, TypeVar
 
 from django.db import models
 from django.db.models import Q
 from django.utils.translation import gettext_lazy as _
 
 from . import keys
-from .exceptions import NotFinal
+from .exceptions import ConfigurationError, NotFinal, OutcomeUnknown
+
+T = TypeVar("T")
 
 
 class Status(models.TextChoices):
@@ -112,6 +115,8 @@ class Operation(models.Model):
 
     objects: ClassVar[models.Manager[Operation]] = OperationQuerySet.as_manager()
 
+    #: Set while this process executes the operation.
+    execution: Any = None
     # Answers of the database's clock, filled in by db.py.
     expired: bool = False
     forgotten: bool = False
@@ -157,6 +162,83 @@ class Operation(models.Model):
         """
         return keys.derive(self.id, name)
 
+    def step(
+        self,
+        name: str,
+        function: Callable[..., T],
+        *args: Any,
+        compensate: Callable[..., Any] | None = None,
+        **kwargs: Any,
+    ) -> T:
+        """Run a local step once: its effects and its JSON result commit in one transaction.
+
+        On a later attempt the recorded result is returned. `compensate` is a module-level function
+        called with (result, key=...) when the operation is reversed. Raises LeaseLost when another
+        executor owns the operation by now; the step's effects are then rolled back.
+        """
+        return self._steps().step(name, function, *args, compensate=compensate, **kwargs)
+
+    def call(
+        self,
+        name: str,
+        function: Callable[..., T],
+        *args: Any,
+        repeatable: bool = False,
+        reconcile: Callable[..., Any] | None = None,
+        failures: tuple[type[Exception], ...] = (),
+        compensate: Callable[..., Any] | None = None,
+        **kwargs: Any,
+    ) -> T:
+        """Run an external step: the intent is committed before the call, the result after it.
+
+        No transaction is open across the call. When an earlier attempt started the call and nobody
+        recorded how it ended: `repeatable` calls again (pass a key from `derive_key`, the same on
+        every attempt); `reconcile`, a module-level function called with (key=...), answers
+        Confirmed, Absent or StillUnknown; without either the operation becomes `reconciling` and
+        OutcomeUnknown is raised. `failures` are exceptions that prove there was no effect.
+        """
+        return self._steps().call(
+            name,
+            function,
+            *args,
+            repeatable=repeatable,
+            reconcile=reconcile,
+            failures=failures,
+            compensate=compensate,
+            **kwargs,
+        )
+
+    def heartbeat(self) -> None:
+        """Extend the lease during long work between steps. Raises LeaseLost."""
+        self._steps().heartbeat()
+
+    def unknown(self, provider_ref: str = "") -> NoReturn:
+        """Say that the effects may or may not exist: status `reconciling`, nothing is re-run.
+
+        Raises OutcomeUnknown, which ends the handler. `provider_ref` is how a webhook, a reconciler or
+        a person will find the operation again.
+        """
+        raise OutcomeUnknown(operation_id=self.pk, provider_ref=provider_ref)
+
+    def requires_action(self) -> None:
+        """Store the handler's answer as `requires_action` instead of `succeeded` or `failed`."""
+        if self.execution is None:
+            raise ConfigurationError("requires_action() belongs inside the operation's handler")
+        self.execution.declared_status = Status.REQUIRES_ACTION
+
+    def refer(self, name: str, value: object) -> None:
+        """Record another name of the operation ("order", 42), in the current transaction."""
+        Reference.objects.using(self._state.db).get_or_create(
+            operation_id=self.pk, name=name, value=str(value)
+        )
+
+    def _steps(self) -> Any:
+        if not hasattr(self.execution, "step"):
+            raise ConfigurationError(
+                f"{self.name}: steps need Policy(stepwise=True) and belong inside the operation's handler"
+            )
+        return self.execution
+
     def outcome(self) -> Outcome:
         """The stored outcome as it lies in the database."""
         return Outcome(
@@ -173,6 +255,9 @@ class EventKind(models.TextChoices):
     ATTEMPT_FAILED = "attempt_failed", _("Attempt failed")
     TAKEN_OVER = "taken_over", _("Taken over")
     RENEWED = "renewed", _("Key used again")
+    RECONCILING = "reconciling", _("Outcome unknown")
+    RESOLVED = "resolved", _("Outcome settled")
+    REVERSED = "reversed", _("Reversed")
     ADMIN = "admin", _("Changed by staff")
 
 
@@ -249,6 +334,9 @@ class Step(models.Model):
     #: Attempt of the operation that wrote the row last.
     attempt = models.PositiveIntegerField(_("attempt"))
     result = models.TextField(_("result"), null=True, blank=True)  # noqa: DJ001 (no default on MySQL)
+    #: Dotted names, so that neither needs the handler to run again.
+    compensation = models.CharField(_("compensation"), max_length=255, db_default="")
+    reconciler = models.CharField(_("reconciler"), max_length=255, db_default="")
     started_at = models.DateTimeField(_("started"))
     done_at = models.DateTimeField(_("done"), null=True, blank=True)
 
@@ -319,8 +407,8 @@ class OutboxMessage(models.Model):
 
 def describe_error(error: BaseException) -> str:
     """Class and place of an exception, never its message: messages carry people's data."""
-    if isinstance(error, NotFinal):
-        return str(error)
+    if isinstance(error, NotFinal | OutcomeUnknown):  # our own words
+        return str(error)[:255]
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
