@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from django.db import DatabaseError, InterfaceError, OperationalError, connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 
-from .models import Event, Operation, Step, StepStatus
+from .models import Event, Operation, Step, StepStatus, Turn
 
 #: What a duplicate's answer needs, beside the id that is known already.
 READ = (
@@ -238,6 +238,14 @@ class Statements:
         self.step_withdrawn = (
             f"DELETE FROM {steps} WHERE {q('name')} = %s AND {q('operation_id')} = %s"
         )
+        # One upsert takes the row's exclusive lock whether the row is there or not; an insert that
+        # ignores conflicts would share it on MySQL, and two sharers deadlock when both want more.
+        turns = f"{quote(Turn._meta.db_table)} ({q('id')}, {q('used_at')}) VALUES (%s, {now})"
+        self.turn = (
+            f"INSERT INTO {turns} ON DUPLICATE KEY UPDATE {q('used_at')} = {now}"
+            if self.vendor == "mysql"
+            else f"INSERT INTO {turns} ON CONFLICT ({q('id')}) DO UPDATE SET {q('used_at')} = {now}"
+        )
         self.event = (
             f"INSERT INTO {self.events} ({q('operation_id')}, {q('kind')}, {q('attempt')}, {q('detail')}, "
             f"{q('created_at')}) VALUES (%s, %s, %s, %s, {now})"
@@ -389,3 +397,10 @@ def add_step(
     values = [key, name, is_external, status, attempt, result, compensation, reconciler]
     with connection.cursor() as cursor:
         cursor.execute(sql.step_started if is_external else sql.step_done, values)
+
+
+def take_turn(using: str, pk: uuid.UUID) -> None:
+    """Lock the turn until the current transaction ends, waiting for whoever has it."""
+    connection = connections[using]
+    with connection.cursor() as cursor:
+        cursor.execute(statements(connection).turn, [_pk(connection, pk)])

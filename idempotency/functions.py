@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 from collections.abc import Callable
 from functools import wraps
@@ -50,7 +49,8 @@ def idempotent_function(
     policy = Policy(**options)
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        operation_name = name or f"{function.__module__}.{function.__qualname__}"
+        path = f"{function.__module__}.{function.__qualname__}"
+        operation_name = name or path
         signature = inspect.signature(function)
 
         def intent(args: Any, kwargs: Any) -> engine.Intent:
@@ -61,12 +61,15 @@ def idempotent_function(
                 bound = signature.bind(*args, **kwargs)
                 bound.apply_defaults()
                 identity = bound.arguments
+            resolved = policy.resolved()
+            call = {"function": path, "args": args, "kwargs": kwargs}
             return intent_of(
                 operation_name,
                 key(*args, **kwargs),
                 identity,
-                policy.resolved(),
+                resolved,
                 scope=found,
+                arguments=encoding.dumps(call) if resolved.stepwise else None,
             )
 
         if iscoroutinefunction(function):
@@ -90,15 +93,25 @@ def idempotent_function(
 
 
 def intent_of(
-    name: str, key: str, identity: Any, policy: Resolved, *, scope: Scope | None = None
+    name: str,
+    key: str,
+    identity: Any,
+    policy: Resolved,
+    *,
+    scope: Scope | None = None,
+    arguments: str | None = None,
 ) -> engine.Intent:
-    """The intent of a call: `identity` is what the same key must come with again."""
+    """The intent of a call: `identity` is what the same key must come with again.
+
+    `arguments` is what the completer needs to make a stepwise call again.
+    """
     return engine.Intent(
         name=name[:200],
         scope=scope or ("function", name),
         key=keys.validate(key),
         fingerprint=fingerprints.of_value(identity),
         policy=policy,
+        arguments=arguments,
     )
 
 
@@ -131,8 +144,8 @@ async def arun(
             value = await call()
             outcome = succeeded(value)
         except BaseException as error:
-            await asyncio.shield(sync_to_async(raise_failed)(begun, error, failures))
-        await asyncio.shield(sync_to_async(begun.complete)(outcome))
+            await engine.in_thread(raise_failed, begun, error, failures)
+        await engine.in_thread(begun.complete, outcome)
     return value
 
 

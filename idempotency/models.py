@@ -405,6 +405,21 @@ class OutboxMessage(models.Model):
         return f"{self.topic} {self.message_id}"
 
 
+class Turn(models.Model):
+    """A row to lock for consumers that must take turns on one object (`inbox.receive(serialize_on=)`)."""
+
+    id = models.UUIDField(primary_key=True, editable=False)
+    used_at = models.DateTimeField(_("used"))
+
+    class Meta:
+        verbose_name = _("turn")
+        verbose_name_plural = _("turns")
+        indexes = (models.Index(fields=["used_at"], name="idempotency_turn_used"),)
+
+    def __str__(self) -> str:
+        return str(self.id)
+
+
 def describe_error(error: BaseException) -> str:
     """Class and place of an exception, never its message: messages carry people's data."""
     if isinstance(error, NotFinal | OutcomeUnknown):  # our own words
