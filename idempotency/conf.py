@@ -38,6 +38,17 @@ DEFAULTS: dict[str, Any] = {
     "DOCUMENTATION_URL": "",
     "RETRY_AFTER": 1,  # seconds, the hint of in-progress and unavailable
     "EVENTS_PER_OPERATION": 50,
+    # The outbox. Durations are seconds or `timedelta`.
+    "OUTBOX_PUBLISHER": "idempotency.outbox.handlers.dispatch",
+    "OUTBOX_BATCH_SIZE": 100,
+    "OUTBOX_INTERVAL": 1,  # pause of a relay when nothing is due
+    "OUTBOX_LEASE": 60,  # how long a relay may publish what it claimed
+    "OUTBOX_MAX_ATTEMPTS": 40,  # then dead letter; some six hours with the back-off below
+    "OUTBOX_BACKOFF": 1,  # after the first failed attempt, doubled by each
+    "OUTBOX_BACKOFF_MAX": 900,
+    "OUTBOX_DEAD_HEAD": "block",  # or "skip": what a dead letter does to its ordering key
+    "OUTBOX_RETENTION": 7 * 86400,  # of sent messages
+    "OUTBOX_HANDLER_RETENTION": 14 * 86400,  # how long handlers know what they have done
 }
 
 #: Settings that name something to import.

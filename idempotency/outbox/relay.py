@@ -1,0 +1,253 @@
+"""The relay: claim, publish outside any transaction, mark. At least once, never less.
+
+A crash after a publish and before its mark repeats the message under the same id.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from django.db import DatabaseError, InterfaceError, OperationalError, connections
+
+from .. import db
+from ..conf import conf
+from ..models import describe_error
+from . import clock
+from .claims import Claim, claim
+from .messages import Message, PermanentFailure, RetryAfter
+from .publishers import Publish, Publisher, UnknownTopic, resolve
+
+logger = logging.getLogger("idempotency")
+
+T = TypeVar("T")
+
+#: Published messages wait at most this many seconds for their mark: a crash repeats no more.
+FLUSH_SECONDS = 0.1
+#: Pauses between attempts to reach a database that is away, in seconds.
+FIRST_RECONNECT, LAST_RECONNECT = 0.1, 5.0
+#: How long a relay that is asked to stop keeps trying to write its marks, in seconds.
+STOP_SECONDS = 5.0
+
+
+@dataclass(kw_only=True)
+class Summary:
+    """What a relay did, in messages."""
+
+    sent: int = 0
+    #: Failed and to be tried again.
+    retried: int = 0
+    #: Given up: dead letters.
+    dead: int = 0
+
+
+def backoff(attempt: int) -> float:
+    """Seconds to wait after this attempt failed: doubling, capped, with jitter of up to a half."""
+    first, most = clock.seconds(conf.OUTBOX_BACKOFF), clock.seconds(conf.OUTBOX_BACKOFF_MAX)
+    delay = min(most, first * 2.0 ** min(attempt - 1, 60))
+    return random.uniform(delay / 2, delay)  # noqa: S311 (spreads load, guards nothing)
+
+
+def relay(
+    *,
+    using: str | None = None,
+    batch_size: int | None = None,
+    publisher: Publisher | Publish | str | None = None,
+    max_seconds: float | None = None,
+) -> Summary:
+    """Publish what is due in the database `using` until nothing is, or `max_seconds` are over.
+
+    Any number of relays may run at the same time. Raises RuntimeError inside a transaction, and
+    OperationalError or InterfaceError when the database cannot be reached.
+    """
+    worker = Relay(using=using, batch_size=batch_size, publisher=publisher)
+    deadline = None if max_seconds is None else time.monotonic() + max_seconds
+    while worker.run_once():
+        if deadline is not None and time.monotonic() >= deadline:
+            break
+    return worker.summary
+
+
+class Relay:
+    """A relay that runs until `stop()`; defaults come from the `OUTBOX_*` settings.
+
+    `using` is the database alias, `batch_size` the number of messages claimed at once, `interval`
+    the pause in seconds when nothing is due.
+    """
+
+    def __init__(
+        self,
+        *,
+        using: str | None = None,
+        batch_size: int | None = None,
+        interval: float | None = None,
+        publisher: Publisher | Publish | str | None = None,
+    ) -> None:
+        self.using = using or conf.USING
+        self.batch_size = batch_size or conf.OUTBOX_BATCH_SIZE
+        self.interval = clock.seconds(conf.OUTBOX_INTERVAL if interval is None else interval)
+        self.publish = resolve(conf.OUTBOX_PUBLISHER if publisher is None else publisher)
+        self.summary = Summary()
+        self.stopping = False
+
+    def stop(self) -> None:
+        """Finish the message in hand, give the others back and return. May be called by a signal handler."""
+        self.stopping = True
+
+    def run(self, *, once: bool = False) -> None:
+        """Relay until `stop()`, or with `once` until nothing is due.
+
+        Outlives the database: while it is away, tries to come back.
+        """
+        pause = FIRST_RECONNECT
+        while not self.stopping:
+            try:
+                found = self.run_once()
+            except (OperationalError, InterfaceError) as error:
+                self._reconnect(error)
+                self._sleep(pause)
+                pause = min(pause * 2, LAST_RECONNECT)
+                continue
+            pause = FIRST_RECONNECT
+            if not found:
+                if once:
+                    return
+                connections[self.using].close_if_unusable_or_obsolete()
+                self._sleep(self.interval)
+
+    def run_once(self) -> int:
+        """Claim one batch and publish it. Returns how many messages were claimed."""
+        lease = clock.seconds(conf.OUTBOX_LEASE)
+        claimed = claim(self.using, self.batch_size, lease)
+        if claimed is None:
+            return 0
+        _Batch(self, claimed, lease).run()
+        return len(claimed.messages)
+
+    def _reconnect(self, error: DatabaseError | InterfaceError) -> None:
+        if not db.is_transient(error):
+            raise error
+        logger.warning("outbox relay: database %r does not answer, trying again", self.using)
+        db.drop_if_broken(self.using)
+
+    def _sleep(self, seconds: float) -> None:
+        # In slices: a sleep goes on after a signal handler has returned.
+        deadline = time.monotonic() + seconds
+        while not self.stopping and (left := deadline - time.monotonic()) > 0:
+            time.sleep(min(left, 0.1))
+
+
+class _Batch:
+    """One claim on its way out."""
+
+    def __init__(self, relay: Relay, claimed: Claim, lease: float) -> None:
+        self.relay = relay
+        self.claimed = claimed
+        self.lease = lease
+        #: Published, not yet marked.
+        self.published: list[int] = []
+        self.flushed = time.monotonic()
+        #: Ordering keys of which a message has failed: the later ones have to wait.
+        self.held: set[str] = set()
+
+    def run(self) -> None:
+        untried: list[int] = []
+        messages = iter(self.claimed.messages)
+        try:
+            for message in messages:
+                if self._is_over():
+                    untried.append(message.pk)
+                    break
+                if message.ordering_key and message.ordering_key in self.held:
+                    untried.append(message.pk)
+                    continue
+                self._try(message)
+                if time.monotonic() - self.flushed >= FLUSH_SECONDS:
+                    self._flush()
+        finally:
+            # A message interrupted by an exit (KeyboardInterrupt) stays claimed: nobody knows how it ended.
+            untried += [message.pk for message in messages]
+            self._flush()
+            if untried:
+                self._write(lambda: self.claimed.give_back(untried))
+
+    def _is_over(self) -> bool:
+        # Half of the lease is left for the message that is begun last.
+        return self.relay.stopping or time.monotonic() - self.claimed.started > self.lease / 2
+
+    def _try(self, message: Message) -> None:
+        try:
+            self.relay.publish(message)
+        except Exception as error:
+            if message.ordering_key:
+                self.held.add(message.ordering_key)
+            self._failed(message, error)
+        else:
+            self.published.append(message.pk)
+
+    def _failed(self, message: Message, error: Exception) -> None:
+        summary, reason = self.relay.summary, describe(error)
+        if isinstance(error, PermanentFailure) or message.attempt >= conf.OUTBOX_MAX_ATTEMPTS:
+            logger.error(
+                "message %s (%s) is a dead letter after attempt %d: %s",
+                message.id,
+                message.topic,
+                message.attempt,
+                reason,
+            )
+            summary.dead += self._write(lambda: self.claimed.dead(message.pk, reason))
+            return
+        after = error.seconds if isinstance(error, RetryAfter) else backoff(message.attempt)
+        logger.warning(
+            "message %s (%s) failed at attempt %d, next in %.1f s: %s",
+            message.id,
+            message.topic,
+            message.attempt,
+            after,
+            reason,
+        )
+        summary.retried += self._write(lambda: self.claimed.retry(message.pk, after, reason))
+
+    def _flush(self) -> None:
+        self.flushed = time.monotonic()
+        pks, self.published = self.published, []
+        if not pks:
+            return
+        marked = self._write(lambda: self.claimed.sent(pks))
+        self.relay.summary.sent += marked
+        if marked < len(pks):
+            logger.warning(
+                "%d published messages could not be marked and may be published again: the claim's "
+                "lease was over, or the database was away. Publishing must be faster than OUTBOX_LEASE.",
+                len(pks) - marked,
+            )
+
+    def _write(self, write: Callable[[], int]) -> int:
+        """The number of rows written; 0 when the database stays away until the lease is over."""
+        pause, stop_at = FIRST_RECONNECT, None
+        while True:
+            try:
+                return write()
+            except (OperationalError, InterfaceError) as error:
+                self.relay._reconnect(error)
+                now = time.monotonic()
+                if self.relay.stopping and stop_at is None:
+                    stop_at = now + STOP_SECONDS
+                if now - self.claimed.started > self.lease or (stop_at and now > stop_at):
+                    logger.error(
+                        "outbox relay: database %r did not come back in time", self.relay.using
+                    )
+                    return 0
+                time.sleep(pause)
+                pause = min(pause * 2, LAST_RECONNECT)
+
+
+def describe(error: Exception) -> str:
+    """What an operator reads about a failed attempt, at most 255 characters."""
+    if isinstance(error, RetryAfter | PermanentFailure | UnknownTopic) and str(error):
+        return f"{type(error).__name__}: {error}"[:255]
+    return describe_error(error)
