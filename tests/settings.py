@@ -38,7 +38,7 @@ def database(url: str, *, name: str | None = None) -> dict[str, Any]:
         }
     elif config["ENGINE"] == "django.db.backends.mysql":
         config["TEST"] = {"CHARSET": "utf8mb4"}
-        options.setdefault("charset", "utf8mb4")
+        options |= {"charset": "utf8mb4"} | mysql_driver.OPTIONS
     return config
 
 
