@@ -1,4 +1,4 @@
-"""`@idempotent` for views and `@idempotent_function` for everything that is called."""
+"""`@idempotent` for views; `@idempotent_function` for everything else that is called."""
 
 from __future__ import annotations
 
@@ -6,13 +6,21 @@ from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any
 
-from asgiref.sync import iscoroutinefunction, markcoroutinefunction
+from asgiref.sync import iscoroutinefunction
 from django.http import HttpRequest
+from django.utils.module_loading import import_string
 
 from .conf import conf
 from .exceptions import ConfigurationError
+from .functions import idempotent_function
 from .http import doors
+from .http.bodies import is_drf
 from .policies import Policy
+
+__all__ = ["idempotent", "idempotent_function"]
+
+# By name: only a view that got a REST framework request needs REST framework.
+_REST_FRAMEWORK_DOOR = "idempotency.contrib.rest_framework.protect"
 
 
 def idempotent(policy: Policy | Callable[..., Any] | None = None, /, **options: Any) -> Any:
@@ -20,19 +28,24 @@ def idempotent(policy: Policy | Callable[..., Any] | None = None, /, **options: 
 
     Keyword arguments build a Policy; or pass a ready one. Works on function views, on methods, with
     `method_decorator` on class-based views, on the result of `as_view()`, and below `@api_view`.
-    Put it under decorators that decide who may call (`login_required`): a request that may not run
-    must not claim a key.
 
-    Raises ConfigurationError at import where it could not protect: above a DRF view, whose
-    authentication has not happened yet (use IdempotencyMixin, or put it below `@api_view`).
+    Order: below decorators that decide who may call (`login_required`), because a request that may
+    not run must not claim a key; above those that change the response, so that it is stored as
+    changed. In a project with ATOMIC_REQUESTS a view protected below `@api_view` or by its method
+    stays in the request's transaction: a duplicate waits for it, and what it raises is not stored.
+    Put `transaction.non_atomic_requests` above `@api_view`, or use IdempotencyMixin.
+
+    Raises ConfigurationError where it could not protect: on a class, twice, and around a REST
+    framework view, whose authentication would come after the claim. All at import, but for
+    `dispatch` of a REST framework class, which is known when the first request arrives.
     """
     if policy is not None and not isinstance(policy, Policy):
         if options or not callable(policy):
-            raise ConfigurationError("@idempotent takes one Policy or keyword arguments of Policy")
+            raise ConfigurationError("@idempotent takes one Policy or keyword arguments of Policy.")
         return _decorate(policy, Policy())
     if policy is not None and options:
         raise ConfigurationError(
-            "@idempotent takes one Policy or keyword arguments of Policy, not both"
+            "@idempotent takes one Policy or keyword arguments of Policy, not both."
         )
     return partial(_decorate, policy=policy or Policy(**options))
 
@@ -48,56 +61,69 @@ def _decorate(view: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
 
         @wraps(view)
         async def awrapper(*args: Any, **kwargs: Any) -> Any:
-            request = _request_of(args, name)
+            _, request = _owner_and_request(view, args)
             call = partial(view, *args, **kwargs)
             return await doors.aprotect(request, policy.resolved(), name, call)
 
-        wrapper: Any = markcoroutinefunction(awrapper)
+        wrapper: Any = awrapper
     else:
 
         @wraps(view)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            request = _request_of(args, name)
+            owner, request = _owner_and_request(view, args)
             call = partial(view, *args, **kwargs)
-            if hasattr(request, "parser_context") and doors.rest_framework_door is not None:
-                drf_view = request.parser_context["view"]
-                return doors.rest_framework_door(drf_view, request, policy.resolved(), name, call)
+            if is_drf(request):
+                door = import_string(_REST_FRAMEWORK_DOOR)
+                return door(request, policy.resolved(), name, call)
+            if getattr(
+                owner, "view_is_async", False
+            ):  # its dispatch() returns what its handler does
+                return doors.aprotect(request, policy.resolved(), name, call)
             return doors.protect(request, policy.resolved(), name, call, was_atomic=was_atomic)
 
     # The operation opens its own transactions: inside the request's, its claim would be invisible.
     wrapper._non_atomic_requests = non_atomic | {using}
     wrapper.idempotency_policy = policy
-    return wrapper
+    decorated: Callable[..., Any] = wrapper
+    return decorated
 
 
 def _refuse_undecoratable(view: Any) -> None:
-    if getattr(view, "idempotency_policy", None) is not None:
-        raise ConfigurationError(f"{_dotted_name(view)} is already idempotent")
-    owner = getattr(view, "cls", None) or getattr(view, "view_class", None)
-    bound = getattr(getattr(view, "func", None), "__self__", None)  # method_decorator's partial
-    name = getattr(getattr(view, "func", None), "__name__", "")
-    if hasattr(owner, "initialize_request") or (
-        hasattr(bound, "initialize_request") and name == "dispatch"
-    ):
-        raise ConfigurationError(
-            f"{_dotted_name(view)} is a REST framework view: authentication and permissions would come "
-            "after the claim. Put @idempotent below @api_view, or use "
-            "idempotency.contrib.rest_framework.IdempotencyMixin."
-        )
     if isinstance(view, type):
         raise ConfigurationError(
             f"{_dotted_name(view)} is a class: use @method_decorator(idempotent(...), name='dispatch')."
         )
+    _refuse_rest_framework(getattr(view, "cls", None), view)
+    if getattr(view, "idempotency_policy", None) is not None:
+        raise ConfigurationError(f"{_dotted_name(view)} is idempotent already.")
 
 
-def _request_of(args: tuple[Any, ...], name: str) -> Any:
+def _refuse_rest_framework(owner: Any, view: Any) -> None:
+    if hasattr(owner, "initialize_request"):
+        raise ConfigurationError(
+            f"{_dotted_name(view)} is a REST framework view: its authentication and permissions would "
+            "come after the claim. Put @idempotent below @api_view, on the handler method, or use "
+            "idempotency.contrib.rest_framework.IdempotencyMixin."
+        )
+
+
+def _owner_and_request(view: Any, args: tuple[Any, ...]) -> tuple[Any, Any]:
+    """The view object, if the call is one of its methods, and the request."""
+    owner = getattr(getattr(view, "func", None), "__self__", None)  # method_decorator's partial
     for candidate in args[:2]:  # a function's first argument, or a method's second
-        if isinstance(candidate, HttpRequest) or hasattr(candidate, "parser_context"):
-            return candidate
-    raise TypeError(f"@idempotent protects views, and {name} was called without a request")
+        if is_drf(candidate):
+            return owner, candidate
+        if isinstance(candidate, HttpRequest):
+            _refuse_rest_framework(owner, view)
+            return owner, candidate
+        owner = candidate
+    raise TypeError(f"@idempotent protects views, and {_dotted_name(view)} got no request.")
 
 
 def _dotted_name(view: Any) -> str:
     while isinstance(view, partial):
         view = view.func
+    owner = getattr(view, "__self__", None)
+    if owner is not None:  # the class that was decorated, not the one that has the method
+        return f"{type(owner).__module__}.{type(owner).__qualname__}.{view.__name__}"
     return f"{getattr(view, '__module__', '')}.{getattr(view, '__qualname__', type(view).__qualname__)}"

@@ -10,6 +10,7 @@ import uuid
 from typing import Any, ClassVar
 
 from django.core.exceptions import ImproperlyConfigured
+from django.utils.translation import gettext_lazy as _
 
 
 class IdempotencyError(Exception):
@@ -57,7 +58,7 @@ class Refusal(IdempotencyError):
 
     code: ClassVar[str]
     status: ClassVar[int]
-    title: ClassVar[str]
+    title: ClassVar[Any]  # a lazily translated string
     retryable: ClassVar[bool] = False
     key_action: ClassVar[str] = "new_key"
 
@@ -68,7 +69,7 @@ class Refusal(IdempotencyError):
         operation_id: uuid.UUID | None = None,
         retry_after: int | None = None,
     ) -> None:
-        super().__init__(detail or self.title)
+        super().__init__(detail or str(self.title))
         self.detail = detail
         self.operation_id = operation_id
         self.retry_after = retry_after
@@ -77,37 +78,37 @@ class Refusal(IdempotencyError):
 class MissingKey(Refusal):
     code = "missing-key"
     status = 400
-    title = "This request needs an idempotency key."
+    title = _("This request needs an idempotency key.")
 
 
 class InvalidKey(Refusal, ValueError):
     code = "invalid-key"
     status = 400
-    title = "The idempotency key is not valid."
+    title = _("The idempotency key is not valid.")
 
 
 class AnonymousKey(Refusal):
     code = "anonymous-key"
     status = 400
-    title = "An idempotency key needs an identified caller."
+    title = _("An idempotency key needs an identified caller.")
 
 
 class KeyTooOld(Refusal):
     code = "key-too-old"
     status = 400
-    title = "The idempotency key is older than the time outcomes are remembered."
+    title = _("The idempotency key is older than the time outcomes are remembered.")
 
 
 class Mismatch(Refusal):
     code = "mismatch"
     status = 422
-    title = "The idempotency key was used for a different request."
+    title = _("The idempotency key was used for a different request.")
 
 
 class InProgress(Refusal):
     code = "in-progress"
     status = 409
-    title = "The first request with this idempotency key is still being processed."
+    title = _("The first request with this idempotency key is still being processed.")
     retryable = True
     key_action = "wait"
 
@@ -115,7 +116,7 @@ class InProgress(Refusal):
 class OutcomeUnknown(Refusal):
     code = "outcome-unknown"
     status = 409
-    title = "The outcome of this operation is being checked."
+    title = _("The outcome of this operation is being checked.")
     key_action = "wait"
 
     def __init__(self, detail: str = "", *, provider_ref: str = "", **kwargs: Any) -> None:
@@ -126,18 +127,18 @@ class OutcomeUnknown(Refusal):
 class ResponseNotRetained(Refusal):
     code = "response-not-retained"
     status = 410
-    title = "The operation has finished, and its response was not kept."
+    title = _("The operation has finished, and its response was not kept.")
 
 
 class KeyExpired(Refusal):
     code = "key-expired"
     status = 410
-    title = "The operation finished earlier, and its response is no longer kept."
+    title = _("The operation finished earlier, and its response is no longer kept.")
 
 
 class Unavailable(Refusal):
     code = "unavailable"
     status = 503
-    title = "The operation could not be protected or completed right now."
+    title = _("The operation could not be protected or completed right now.")
     retryable = True
     key_action = "same_key"

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 from asgiref.sync import sync_to_async
 from django.core.exceptions import PermissionDenied
@@ -13,15 +12,19 @@ from django.db import connections, transaction
 from django.http.response import HttpResponseBase
 
 from .. import engine
-from ..exceptions import MissingKey, NotFinal, Refusal
+from ..conf import conf
+from ..exceptions import InProgress, LeaseLost, MissingKey, NotFinal, Refusal
+from ..executions import raise_translated
 from ..fingerprints import Fingerprint
 from ..policies import Resolved
+from ..scopes import Scope
 from .problems import problem
 from .requests import find_key, request_fingerprint
-from .responses import capture, render, replay
+from .responses import capture, rendered, replay
 
-#: Set by contrib.rest_framework: protects a call that got a DRF request.
-rest_framework_door: Callable[..., HttpResponseBase] | None = None
+
+def _scope(request: Any, policy: Resolved) -> Scope:
+    return policy.scope(request)
 
 
 def intent_of(
@@ -29,28 +32,26 @@ def intent_of(
     policy: Resolved,
     name: str,
     *,
-    get_key: Callable[[Any], str | None] | None = None,
-    get_scope: Callable[[Any], tuple[str, ...]] | None = None,
-    get_fingerprint: Callable[[Any], Fingerprint] | None = None,
+    get_key: Callable[[Any, Resolved], str | None] = find_key,
+    get_scope: Callable[[Any, Resolved], Scope] = _scope,
+    get_fingerprint: Callable[[Any, Resolved], Fingerprint] = request_fingerprint,
 ) -> engine.Intent | None:
     """What the request asks for, or None when it is not protected (other method, no key).
 
-    Raises MissingKey, InvalidKey or AnonymousKey.
+    Raises MissingKey, InvalidKey or AnonymousKey, and what Django raises for a bad body.
     """
     if request.method not in policy.methods:
         return None
-    key = get_key(request) if get_key else find_key(request, policy)
+    key = get_key(request, policy)
     if key is None:
         if policy.required:
             raise MissingKey
         return None
     return engine.Intent(
         name=(policy.name or _route(request) or name)[:200],
-        scope=get_scope(request) if get_scope else policy.scope(request),
+        scope=get_scope(request, policy),
         key=key,
-        fingerprint=get_fingerprint(request)
-        if get_fingerprint
-        else request_fingerprint(request, policy),
+        fingerprint=get_fingerprint(request, policy),
         policy=policy,
     )
 
@@ -62,10 +63,10 @@ def _route(request: Any) -> str:
 
 @contextmanager
 def request_atomic(*aliases: str) -> Iterator[None]:
-    """The ATOMIC_REQUESTS transactions that a protected view opted out of, for an unprotected request."""
+    """What ATOMIC_REQUESTS would have opened for a view that opted out of it."""
     with ExitStack() as stack:
         for using in aliases:
-            if connections[using].settings_dict.get("ATOMIC_REQUESTS"):
+            if connections[using].settings_dict["ATOMIC_REQUESTS"]:
                 stack.enter_context(transaction.atomic(using))
         yield
 
@@ -78,7 +79,11 @@ def protect(
     *,
     was_atomic: bool,
 ) -> HttpResponseBase:
-    """Answer the request once: run `view`, replay its stored response, or refuse."""
+    """Answer the request once: run `view`, replay its stored response, or refuse.
+
+    `was_atomic` says whether the view would run in the transaction of ATOMIC_REQUESTS if it were
+    not protected; requests that need no protection get it back.
+    """
     try:
         intent = intent_of(request, policy, name)
         if intent is None:
@@ -87,14 +92,12 @@ def protect(
         begun = engine.begin(intent)
         if isinstance(begun, engine.Replay):
             return show(begun, request, policy)
+        request.operation = begun.operation
         with engine.running(begun.operation):
-            request.operation = begun.operation
             try:
                 response = view()
-                render(response)
             except BaseException as error:
-                begun.fail(error)
-                engine.raise_translated(error, begun.operation)
+                give_up(begun, error)
             return finish(begun, response)
     except Refusal as refusal:
         return problem(refusal, request)
@@ -103,50 +106,65 @@ def protect(
 async def aprotect(
     request: Any, policy: Resolved, name: str, view: Callable[[], Awaitable[HttpResponseBase]]
 ) -> HttpResponseBase:
-    """`protect` for async views. The engine runs in the request's thread, which owns the connection."""
+    """`protect` for async views. The engine runs in the request's thread, which owns the connection.
+
+    A client that hangs up cancels the view, but neither the rollback nor the commit.
+    """
     try:
         intent = await sync_to_async(intent_of)(request, policy, name)
         if intent is None:
-            return (
-                await view()
-            )  # Django refuses ATOMIC_REQUESTS for async views: nothing to restore
+            return await view()  # Django has no ATOMIC_REQUESTS for async views: nothing to restore
         begun = await engine.abegin(intent)
         if isinstance(begun, engine.Replay):
-            return await sync_to_async(show)(begun, request, policy)
+            return await engine.in_thread(show, begun, request, policy)
+        request.operation = begun.operation
         with engine.running(begun.operation):
-            request.operation = begun.operation
             try:
                 response = await view()
-                await sync_to_async(render)(response)
             except BaseException as error:
-                # Shielded: a client that hangs up cancels the view, not the rollback.
-                await _shielded(begun.fail, error)
-                engine.raise_translated(error, begun.operation)
-            await _shielded(finish, begun, response)
-            return response
+                await engine.in_thread(give_up, begun, error)
+            return await engine.in_thread(finish, begun, response)
     except Refusal as refusal:
-        return problem(refusal, request)
-
-
-async def _shielded(function: Callable[..., Any], *args: Any) -> Any:
-    return await asyncio.shield(asyncio.ensure_future(sync_to_async(function)(*args)))
+        return await sync_to_async(problem)(refusal, request)
 
 
 def show(found: engine.Replay, request: Any, policy: Resolved) -> HttpResponseBase:
     """The replay, if the policy still allows this caller to see it. Raises PermissionDenied."""
     request.operation = found.operation
-    if policy.authorize_replay is not None and not policy.authorize_replay(
-        request, found.operation
-    ):
+    authorize = policy.authorize_replay
+    if authorize is not None and not authorize(request, found.operation):
         raise PermissionDenied
     engine.replayed(found)
     return replay(found.outcome)
 
 
-def finish(begun: engine.Execution, response: HttpResponseBase) -> HttpResponseBase:
-    """Store a final response and commit, or roll back what the policy does not call final."""
-    if begun.policy.is_final(response.status_code):
-        begun.complete(capture(response))
-    else:
-        begun.fail(NotFinal(f"HTTP {response.status_code} returned"))
-    return response
+def finish(begun: engine.AnyExecution, response: Any) -> HttpResponseBase:
+    """Render the response; store a final one and commit, or roll back what is not final.
+
+    Whatever goes wrong here rolls the effects back, and the retry runs again.
+    """
+    try:
+        final = rendered(response)
+        outcome = capture(final) if begun.policy.is_final(final.status_code) else None
+    except BaseException as error:
+        give_up(begun, error)
+    if outcome is None:
+        begun.fail(NotFinal(f"HTTP {final.status_code} returned"))
+        return final
+    try:
+        begun.complete(outcome)
+    except LeaseLost as error:
+        raise _overtaken(begun) from error
+    return final
+
+
+def give_up(begun: engine.AnyExecution, error: BaseException) -> NoReturn:
+    """Roll back, remember the error and raise it; a passing fault becomes the refusal that says so."""
+    begun.fail(error)
+    if isinstance(error, LeaseLost):
+        raise _overtaken(begun) from error
+    raise_translated(error, begun.operation)
+
+
+def _overtaken(begun: engine.AnyExecution) -> InProgress:
+    return InProgress(operation_id=begun.operation.pk, retry_after=conf.RETRY_AFTER)

@@ -5,30 +5,34 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from django.http import HttpRequest, HttpResponse
+from django.http import HttpResponse
 
 from ..conf import conf
 from ..exceptions import Refusal
 
 
-def problem(refusal: Refusal, request: HttpRequest | None = None) -> HttpResponse:
+def problem(refusal: Refusal, request: Any = None) -> HttpResponse:
     """The response for a refusal: `application/problem+json`, never cached, never stored.
 
     A project replaces the rendering with IDEMPOTENCY["PROBLEM_RENDERER"], a
-    callable(request, refusal) -> HttpResponse or None (None: this one).
+    callable(request, refusal) -> HttpResponse or None (None: this one). `request` is Django's, or
+    REST framework's inside its views. The headers are added to its response too.
     """
+    response: HttpResponse | None = None
     if conf.PROBLEM_RENDERER is not None:
-        rendered = conf.PROBLEM_RENDERER(request, refusal)
-        if rendered is not None:
-            return rendered
-    response = HttpResponse(
-        json.dumps(members(refusal)), status=refusal.status, content_type="application/problem+json"
-    )
-    response["Cache-Control"] = "no-store"
+        response = conf.PROBLEM_RENDERER(request, refusal)
+    if response is None:
+        response = HttpResponse(
+            json.dumps(members(refusal)),
+            status=refusal.status,
+            content_type="application/problem+json",
+        )
+    response.headers.setdefault("Cache-Control", "no-store")
     if refusal.retry_after is not None:
-        response["Retry-After"] = str(refusal.retry_after)
+        response.headers.setdefault("Retry-After", str(refusal.retry_after))
     if conf.DOCUMENTATION_URL:
-        response["Link"] = f'<{conf.DOCUMENTATION_URL}#{refusal.code}>; rel="help"'
+        link = f'<{conf.DOCUMENTATION_URL}#{refusal.code}>; rel="describedby"; type="text/html"'
+        response.headers.setdefault("Link", link)
     return response
 
 
@@ -40,7 +44,7 @@ def members(refusal: Refusal) -> dict[str, Any]:
         "status": refusal.status,
     }
     if refusal.detail:
-        result["detail"] = refusal.detail
+        result["detail"] = str(refusal.detail)
     result["retryable"] = refusal.retryable
     result["key_action"] = refusal.key_action
     if refusal.operation_id is not None:

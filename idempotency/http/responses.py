@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import zlib
+from typing import Any
 
 from django.http import HttpResponse
 from django.http.response import HttpResponseBase
@@ -11,45 +12,61 @@ from django.http.response import HttpResponseBase
 from ..conf import conf
 from ..models import Outcome, Status
 
+#: Marks a replay; a first response does not have it.
+REPLAYED = "Idempotent-Replayed"
+
 #: Headers that belong to the outcome. IDEMPOTENCY["REPLAY_HEADERS"] adds to them.
-KEPT = frozenset(
-    {
-        "content-type",
-        "content-language",
-        "content-location",
-        "content-disposition",
-        "location",
-        "etag",
-        "last-modified",
-        "link",
-    }
-)
+KEPT = frozenset({
+    "content-type", "content-language", "content-location", "content-disposition", "location",
+    "etag", "last-modified", "link",
+})  # fmt: skip
 
 #: Headers that belong to one exchange, connection, session or client. Never stored, whatever the
-#: project adds: each would be wrong, or somebody else's, on the replay (RFC 9110 §7.6.1 among others).
-NEVER_KEPT = frozenset(
-    """
-    set-cookie date age server via content-length content-encoding transfer-encoding connection
-    keep-alive te trailer upgrade vary www-authenticate proxy-authenticate proxy-authorization
-    proxy-connection authentication-info authorization strict-transport-security
-    content-security-policy content-security-policy-report-only clear-site-data x-csrftoken
-    retry-after x-request-id traceparent tracestate server-timing x-runtime
-    """.split()
+#: project adds: each would be wrong, or somebody else's, on the replay (RFC 9110 section 7.6.1
+#: among others).
+NEVER_KEPT = frozenset({
+    "age", "authentication-info", "authorization", "baggage", "cache-control",
+    "clear-site-data", "connection", "content-encoding", "content-length",
+    "content-security-policy", "content-security-policy-report-only", "cookie", "date",
+    "expires", "idempotent-replayed", "keep-alive", "nel", "pragma", "report-to",
+    "reporting-endpoints", "retry-after", "server", "server-timing", "set-cookie",
+    "set-cookie2", "strict-transport-security", "te", "traceparent", "tracestate", "trailer",
+    "transfer-encoding", "upgrade", "vary", "via", "www-authenticate", "x-correlation-id",
+    "x-csrftoken", "x-request-id", "x-runtime",
+})  # fmt: skip
+_NEVER_KEPT_PREFIXES = (
+    "access-control-",
+    "proxy-",
+    "ratelimit",
+    "sec-",
+    "x-b3-",
+    "x-rate-limit",
+    "x-ratelimit",
 )
-_NEVER_KEPT_PREFIXES = ("access-control-", "ratelimit", "x-ratelimit", "x-rate-limit")
 
 
 def is_kept(header: str) -> bool:
+    """Whether the header is stored with the outcome."""
     name = header.lower()
+    if name in KEPT:
+        return True
     if name in NEVER_KEPT or name.startswith(_NEVER_KEPT_PREFIXES):
         return False
-    return name in KEPT or name in {extra.lower() for extra in conf.REPLAY_HEADERS}
+    return name in {extra.lower() for extra in conf.REPLAY_HEADERS}
 
 
-def render(response: HttpResponseBase) -> None:
-    """Render a template or DRF response now, while a failure can still roll the effects back."""
-    if not getattr(response, "is_rendered", True):
-        response.render()  # type: ignore[attr-defined]
+def rendered(response: Any) -> HttpResponseBase:
+    """The response with its content, rendered now, while a failure can still roll the effects back.
+
+    Raises TypeError if the view returned something else, and whatever rendering raises.
+    """
+    if not isinstance(response, HttpResponseBase):
+        raise TypeError(f"The view returned {type(response).__name__} instead of an HttpResponse.")
+    if getattr(response, "is_rendered", True):
+        return response
+    # A post-render callback may put another response in its place.
+    final: HttpResponseBase = response.render()  # type: ignore[attr-defined]
+    return final
 
 
 def capture(response: HttpResponseBase) -> Outcome:
@@ -83,10 +100,16 @@ def _identity_body(response: HttpResponseBase) -> bytes | None:
 
 
 def replay(outcome: Outcome) -> HttpResponse:
-    """A fresh response with the stored status, headers and bytes, marked as a replay."""
+    """A fresh response with the stored status, headers and bytes, marked as a replay.
+
+    What belongs to the exchange (date, length, coding, cookies, CORS) is left to the server and the
+    middleware, as for any other response.
+    """
     response = HttpResponse(outcome.body or b"", status=outcome.code, headers=outcome.headers)
     if not any(name.lower() == "content-type" for name in outcome.headers):
         del response["Content-Type"]
-    response["Idempotent-Replayed"] = "true"
+    if 300 <= response.status_code < 400 and response.has_header("Location"):
+        response.url = response["Location"]  # type: ignore[attr-defined]  # as of HttpResponseRedirect
+    response[REPLAYED] = "true"
     response["Cache-Control"] = "no-store"
     return response
