@@ -12,5 +12,8 @@ class IdempotencyConfig(AppConfig):
     default_auto_field = "django.db.models.BigAutoField"
 
     def ready(self) -> None:
+        from . import checks
+
+        checks.register()
         if find_spec("rest_framework"):
             from .contrib import rest_framework  # noqa: F401  (registers how its requests are protected)

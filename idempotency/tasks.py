@@ -23,7 +23,7 @@ BEAT_SCHEDULE: dict[str, dict[str, Any]] = {
 }
 
 
-@shared_task(name="idempotency.tasks.purge_expired", ignore_result=True)
+@shared_task(name="idempotency.tasks.purge_expired", ignore_result=True)  # type: ignore[untyped-decorator]
 def purge_expired(
     using: str | None = None, batch_size: int | None = None, max_seconds: float | None = None
 ) -> dict[str, Any]:
