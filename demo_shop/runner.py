@@ -105,7 +105,7 @@ def start(supervisor: Supervisor, listener: socket.socket) -> None:
     web = f"gunicorn demo_shop.wsgi --bind fd://{listener.fileno()} --workers {workers} --threads 4"
     web += " --graceful-timeout 5 --no-control-socket --access-logfile -"
     beat = ["celery", "-A", "demo_shop", "beat", "--pidfile=", "-s", str(DATA_DIR / "beat")]
-    worker = "celery -A demo_shop worker --concurrency 1 --loglevel INFO"
+    worker = "celery -A demo_shop worker --concurrency 1 --loglevel INFO --without-mingle --without-gossip"
     supervisor.start("web", python + web.split(), pass_fds=[listener.fileno()])
     supervisor.start("worker", python + worker.split())
     supervisor.start("beat", python + beat)

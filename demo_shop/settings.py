@@ -10,6 +10,8 @@ from pathlib import Path
 import django
 import environ
 
+from idempotency.tasks import BEAT_SCHEDULE
+
 from .keepsakes import DATA_DIR, keepsake
 
 BASE_DIR = Path(__file__).resolve().parent.parent
@@ -107,6 +109,7 @@ for database in DATABASES.values():
     if database["ENGINE"].endswith("mysql") and not importlib.util.find_spec("MySQLdb"):
         import pymysql
 
+        pymysql.version_info = (2, 2, 7, "final", 0)  # Django asks for mysqlclient's version
         pymysql.install_as_MySQLdb()
 
 DATABASE_ROUTERS = ["demo_shop.provider.router.ProviderRouter"]
@@ -158,16 +161,16 @@ if CELERY_BROKER_URL.startswith("filesystem:"):
     }
     for folder in CELERY_BROKER_TRANSPORT_OPTIONS.values():
         Path(folder).mkdir(parents=True, exist_ok=True)
+    CELERY_WORKER_ENABLE_REMOTE_CONTROL = False  # one worker on one machine; it stops faster
 CELERY_BROKER_CONNECTION_RETRY_ON_STARTUP = True
 CELERY_TASK_IGNORE_RESULT = True
 CELERY_TASK_ACKS_LATE = True
 CELERY_TASK_DEFAULT_QUEUE = "shop"
-CELERY_BEAT_SCHEDULE = {
-    "purge-expired-operations": {
-        "task": "idempotency.tasks.purge_expired",
-        "schedule": env.int("PURGE_EVERY", default=15 * 60),  # seconds
-    },
-}
+CELERY_BEAT_SCHEDULE = BEAT_SCHEDULE
+if every := env.float("MAINTENANCE_EVERY", default=0):  # seconds; to watch the tasks work
+    CELERY_BEAT_SCHEDULE = {
+        name: {**entry, "schedule": every} for name, entry in BEAT_SCHEDULE.items()
+    }
 
 # Static files are served from where they lie; nothing has to be collected first.
 

@@ -41,7 +41,7 @@ class Supervisor:
     ) -> None:
         """Start a child in a session of its own, so that a Ctrl-C reaches it only through us."""
         with self.log(name).open("wb") as log:
-            self.children[name] = subprocess.Popen(  # noqa: S603 - our own commands
+            self.children[name] = subprocess.Popen(
                 command,
                 env=env,
                 pass_fds=pass_fds,

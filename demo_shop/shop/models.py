@@ -108,7 +108,7 @@ class CartItem(models.Model):
         ]
 
     def __str__(self) -> str:
-        return f"{self.quantity} × {self.product}"
+        return f"{self.quantity} \N{MULTIPLICATION SIGN} {self.product}"
 
     @property
     def total(self) -> Decimal:
@@ -121,7 +121,7 @@ class OrderManager(models.Manager["Order"]):
         *,
         customer: AbstractBaseUser,
         lines: Iterable[tuple[Product, int]],
-        id: uuid.UUID | None = None,
+        id: uuid.UUID | None = None,  # noqa: A002 - the field's own name
         address: Address | None = None,
         till: str = "",
     ) -> Order:
@@ -228,7 +228,7 @@ class OrderLine(models.Model):
         ordering = ["pk"]
 
     def __str__(self) -> str:
-        return f"{self.quantity} × {self.product}"
+        return f"{self.quantity} \N{MULTIPLICATION SIGN} {self.product}"
 
     @property
     def total(self) -> Decimal:

@@ -19,6 +19,9 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
+from django.db import connections
+
+from tests.conftest import database_url
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -44,6 +47,7 @@ class Demo:
 
     process: subprocess.Popen[str]
     data: Path
+    environment: dict[str, str]
     said: str = ""
     #: Product ids in the catalogue's order.
     products: list[int] = field(default_factory=list)
@@ -76,7 +80,9 @@ class Demo:
     ) -> Answer:
         """One API request as `user`, whatever its status is."""
         headers = {"Content-Type": "application/json", "Accept": "application/json"}
-        if user:
+        if user == "customer":
+            headers["Authorization"] = f"Token {self.token}"
+        elif user:  # Basic: a password is hashed on every request, which is slow on purpose
             login = f"{user}:{self.password(user)}".encode()
             headers["Authorization"] = "Basic " + base64.b64encode(login).decode()
         if key:
@@ -92,7 +98,22 @@ class Demo:
 
     def stop(self, signum: signal.Signals = signal.SIGTERM) -> int:
         self.process.send_signal(signum)
-        return self.process.wait(timeout=60)
+        self.process.communicate(timeout=60)
+        return self.process.returncode
+
+    def run(self, code: str) -> str:
+        """What Python `code` prints that is run inside the shop, with its settings and its data."""
+        setup = "import django; django.setup(); from demo_shop.shop.factories import *\n"
+        done = subprocess.run(
+            [sys.executable, "-c", setup + code],
+            env={**self.environment, "DJANGO_SETTINGS_MODULE": "demo_shop.settings"},
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
 
 
 def fetch(request: urllib.request.Request, opener: Any = None) -> Answer:
@@ -133,7 +154,7 @@ def spawn(data: Path, **changes: str) -> subprocess.Popen[str]:
 
 def start(data: Path, **changes: str) -> Demo:
     """Start a demo and wait until it says that it is open."""
-    demo = Demo(spawn(data, **changes), data)
+    demo = Demo(spawn(data, **changes), data, environment(data, **changes))
     for line in demo.process.stdout:
         demo.said += line
         if "Ctrl-C stops everything" in line:
@@ -142,9 +163,27 @@ def start(data: Path, **changes: str) -> Demo:
 
 
 @pytest.fixture(scope="session")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Demo]:
+def empty_database(
+    tmp_path_factory: pytest.TempPathFactory, django_db_blocker: Any
+) -> Iterator[str]:
+    """URL of a database of its own, of the kind that this run tests."""
+    connection = connections["default"]
+    if connection.vendor == "sqlite":
+        yield f"sqlite:///{tmp_path_factory.mktemp('database') / 'shop.sqlite3'}"
+        return
+    name = f"demo_{os.getpid()}"
+    charset = " CHARACTER SET utf8mb4" if connection.vendor == "mysql" else ""
+    with django_db_blocker.unblock(), connection._nodb_cursor() as cursor:
+        cursor.execute(f"CREATE DATABASE {name}{charset}")
+    yield f"{database_url().rsplit('/', 1)[0]}/{name}"
+    with django_db_blocker.unblock(), connection._nodb_cursor() as cursor:
+        cursor.execute(f"DROP DATABASE {name}")
+
+
+@pytest.fixture(scope="session")
+def demo(tmp_path_factory: pytest.TempPathFactory, empty_database: str) -> Iterator[Demo]:
     """One running shop for all API tests; each brings keys and ids of its own."""
-    demo = start(tmp_path_factory.mktemp("demo"))
+    demo = start(tmp_path_factory.mktemp("demo"), DATABASE_URL=empty_database)
     try:
         demo.products = [each["id"] for each in demo.get("/api/products/")["results"]]
         yield demo

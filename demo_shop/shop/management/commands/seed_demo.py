@@ -52,7 +52,7 @@ class Command(BaseCommand):
                 "country": "Utopia",
             },
         )
-        token, _ = Token.objects.get_or_create(user=customer)
+        Token.objects.get_or_create(user=customer)
         if options["verbosity"] > 0:
             self.stdout.write(f"{len(CATALOGUE)} products, logins: {admin}, {customer}")
 

@@ -1,11 +1,11 @@
 // Shows the tries of `idempotent-fetch.js` to people.
 
-const short = (key) => (key ? key.slice(0, 8) : "");
+const brief = (text) => text.replace(/([0-9a-f]{8})-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}/g, "$1…");
 
 function words(event) {
   switch (event.type) {
     case "sent":
-      return ["sent", `${event.method} ${event.url}`, event.key ? `key ${short(event.key)}…` : "no key"];
+      return ["sent", `${event.method} ${brief(event.url)}`, event.key ? `key ${brief(event.key)}` : "no key"];
     case "lost":
       return ["lost", "The connection broke. Did it work? Nobody knows.", ""];
     case "waiting":

@@ -1,0 +1,90 @@
+"""The shop's models with its factories, run inside the shop."""
+
+from __future__ import annotations
+
+import json
+
+from .conftest import Demo
+
+
+def test_seeding_again_adds_nothing_and_keeps_changed_stock(demo: Demo) -> None:
+    code = """
+import json
+from django.core.management import call_command
+from demo_shop.provider.models import Charge
+from demo_shop.shop.models import *
+from django.contrib.auth.models import User
+from rest_framework.authtoken.models import Token
+def rows():
+    counts = [model.objects.count() for model in (Product, Address, Cart, User, Token, Order, Charge)]
+    return counts, [p.stock for p in Product.objects.all()], [u.password for u in User.objects.all()]
+Product.objects.filter(slug="rucksack").update(stock=7)
+before = rows()
+call_command("seed_demo", verbosity=0)
+print(json.dumps(before == rows()))
+"""
+    assert json.loads(demo.run(code)) is True
+
+
+def test_the_same_order_id_cannot_be_placed_twice(demo: Demo) -> None:
+    """The order's own key holds where an idempotency record is gone already."""
+    code = """
+import uuid
+from demo_shop.shop.exceptions import AlreadyPlaced
+product = ProductFactory(stock=5)
+order = OrderFactory(product=product, quantity=2, id=uuid.uuid4())
+try:
+    OrderFactory(customer=order.customer, product=product, id=order.pk)
+except AlreadyPlaced:
+    product.refresh_from_db()
+    print(product.stock, order.total, order.lines.count())
+"""
+    assert demo.run(code) == "3 20.00 1"
+
+
+def test_an_order_takes_all_of_its_goods_or_none(demo: Demo) -> None:
+    code = """
+from demo_shop.shop.exceptions import OutOfStock
+from demo_shop.shop.models import Order
+some, few = ProductFactory(stock=5), ProductFactory(stock=1)
+orders = Order.objects.count()
+try:
+    Order.objects.place(customer=CustomerFactory(), lines=[(some, 2), (few, 2)])
+except OutOfStock:
+    some.refresh_from_db()
+    print(some.stock, Order.objects.count() - orders)
+"""
+    assert demo.run(code) == "5 0"
+
+
+def test_the_provider_charges_a_key_once_and_refuses_it_for_another_amount(demo: Demo) -> None:
+    code = """
+from decimal import Decimal
+from demo_shop.provider import gateway
+from demo_shop.provider.models import Charge
+def charge(amount):
+    return gateway.charge(account="test", idempotency_key="k", amount=Decimal(amount), card="c", reference="r")
+first, again = charge("5.00"), charge("5.00")
+try:
+    charge("6.00")
+except gateway.KeyReused:
+    print(first == again, Charge.objects.filter(account="test").count())
+"""
+    assert demo.run(code) == "True 1"
+
+
+def test_the_provider_keeps_a_charge_that_the_shop_rolls_back(demo: Demo) -> None:
+    """It is another company: a rollback in the shop does not give the money back."""
+    code = """
+from django.db import transaction
+from demo_shop.provider.models import Charge
+from demo_shop.shop.models import Payment
+order = OrderFactory()
+for attempt in range(2):
+    with transaction.atomic():
+        payment = order.pay(card="tok_visa", key=f"charge-{order.pk}")
+        transaction.set_rollback(True)
+    order.refresh_from_db()
+print(Charge.objects.filter(reference=order.number).count(), Payment.objects.filter(order=order).count(), order.status)
+"""
+    assert demo.run(code) == "1 0 placed"
