@@ -12,7 +12,7 @@ the same id; one of a rolled-back transaction never is. Consumers deduplicate by
 from .handlers import handler
 from .messages import Message, PermanentFailure, RetryAfter, enqueue
 from .publishers import Publisher, UnknownTopic, by_topic
-from .relay import Relay, Summary, relay
+from .relays import Relay, Summary, relay
 from .upkeep import Backlog, backlog, purge_dead, purge_sent, redrive
 
 __all__ = [
