@@ -172,7 +172,7 @@ class Statements:
         locked = (
             f"{q('status')}, {q('attempt')}, {q('owner')}, "
             f"CASE WHEN {q('tombstone_until')} <= {now} THEN 1 ELSE 0 END, {q('last_error')}, "
-            f"CASE WHEN {q('lease_expires_at')} > {now} THEN 1 ELSE 0 END, "
+            f"CASE WHEN {q('lease_expires_at')} > {now} THEN 1 ELSE 0 END, {q('interruptions')}, "
             f"CASE WHEN {q('created_at')} <= {self.after.replace('%s', str(-STARTING))} THEN 1 ELSE 0 END"
         )
         self.lock = f"SELECT {locked} FROM {t} WHERE {q('id')} = %s"
@@ -197,6 +197,10 @@ class Statements:
             f"{q('expires_at')} = {self.after}, {q('tombstone_until')} = {self.after}, "
             f"{q('due_at')} = {self.after}, {q('lease_expires_at')} = NULL WHERE {q('id')} = %s"
         )
+        self.start = (
+            f"UPDATE {t} SET {q('attempt')} = %s, {q('owner')} = %s, {q('interruptions')} = %s, "
+            f"{q('last_error')} = '' WHERE {q('id')} = %s"
+        )
         self.fail = (
             f"UPDATE {t} SET {q('status')} = %s, {q('attempt')} = %s, {q('owner')} = %s, {q('last_error')} = %s, "
             f"{q('due_at')} = {self.after} WHERE {q('id')} = %s"
@@ -205,7 +209,7 @@ class Statements:
             f"UPDATE {t} SET {q('name')} = %s, {q('status')} = %s, {q('fingerprint')} = %s, {q('attempt')} = %s, "
             f"{q('owner')} = %s, {q('stepwise')} = %s, {q('code')} = NULL, {q('headers')} = NULL, "
             f"{q('body')} = NULL, {q('last_error')} = '', {q('created_at')} = {now}, {q('finished_at')} = NULL, "
-            f"{q('expires_at')} = NULL, {q('tombstone_until')} = NULL, {q('checks')} = 0, "
+            f"{q('expires_at')} = NULL, {q('tombstone_until')} = NULL, {q('checks')} = 0, {q('interruptions')} = 0, "
             f"{q('arguments')} = %s, {q('lease_expires_at')} = {self.after}, {q('due_at')} = {self.after} "
             f"WHERE {q('id')} = %s"
         )
@@ -348,6 +352,8 @@ class Locked(NamedTuple):
     forgotten: bool
     last_error: str
     leased: bool
+    #: Executors that vanished without recording an error.
+    interruptions: int
     #: Claimed long enough ago to have started: with the lock free, its executor is gone.
     started: bool
 

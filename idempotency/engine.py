@@ -44,7 +44,7 @@ from .exceptions import (
     ResponseNotRetained,
     Unavailable,
 )
-from .executions import Execution, note, raise_translated, send  # noqa: F401
+from .executions import Execution, note, raise_translated, send, settle  # noqa: F401
 from .fingerprints import Fingerprint
 from .models import EventKind, Operation, Outcome, Status, new_owner
 from .policies import Resolved
@@ -93,6 +93,9 @@ class Intent:
     policy: Resolved
     #: JSON of what a stepwise operation needs to be run again without its caller.
     arguments: str | None = None
+    #: (n, outcome): after n executors that vanished without a word, store this outcome instead of
+    #: letting the operation take down another one. Attempts are then counted before they run.
+    give_up: tuple[int, Outcome] | None = None
 
 
 @dataclass(frozen=True)
@@ -301,22 +304,42 @@ def _execute(operation: Operation, intent: Intent, *, is_ours: bool) -> AnyExecu
         block.__enter__()
         try:
             locked = db.lock(using, operation.pk)
-            if _is_unchanged(operation, locked) and not locked.leased:
-                if is_ours or not _is_unsafe(operation, locked, intent):
-                    if not is_ours:
-                        _take_over(operation, locked)
-                    return Execution(operation, intent.policy, block, joined=joined)
-                _reconcile(operation, locked)
+            may_run = _is_unchanged(operation, locked) and not locked.leased
+            if may_run and (is_ours or _take_over_plain(operation, locked, intent)):
+                return Execution(operation, intent.policy, block, joined=joined)
         except BaseException as error:
             block.__exit__(type(error), error, error.__traceback__)
             raise
         block.__exit__(None, None, None)
+        if may_run and locked.owner != operation.owner:  # the takeover is on record now
+            is_ours = True
+            continue
         if locked is not None and not locked.leased:
             return None  # somebody finished or took over meanwhile: the next claim reads what
         pause = next(pauses, None)
         if pause is None or locked is not None or connections[using].in_atomic_block:
             _in_progress(operation)
         time.sleep(pause)
+
+
+def _take_over_plain(operation: Operation, locked: db.Locked, intent: Intent) -> bool:
+    """Take an interrupted or failed operation over. False: what was written must commit first."""
+    if _is_unsafe(operation, locked, intent):
+        _reconcile(operation, locked)
+        return False
+    if intent.give_up is None:
+        _take_over(operation, locked)
+        return True
+    limit, outcome = intent.give_up
+    interruptions = locked.interruptions + (not locked.last_error)
+    if interruptions >= limit:
+        values = settle(operation, outcome, intent.policy)
+        db.execute(intent.policy.using, "complete", values, operation.pk)
+        return False
+    _take_over(operation, locked)
+    values = (operation.attempt, operation.owner, interruptions)
+    db.execute(intent.policy.using, "start", values, operation.pk)
+    return False
 
 
 def _lease(operation: Operation, intent: Intent) -> StepwiseExecution | None:

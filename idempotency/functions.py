@@ -100,6 +100,7 @@ def intent_of(
     *,
     scope: Scope | None = None,
     arguments: str | None = None,
+    give_up: tuple[int, Outcome] | None = None,
 ) -> engine.Intent:
     """The intent of a call: `identity` is what the same key must come with again.
 
@@ -112,6 +113,7 @@ def intent_of(
         fingerprint=fingerprints.of_value(identity),
         policy=policy,
         arguments=arguments,
+        give_up=give_up,
     )
 
 

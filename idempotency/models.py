@@ -110,6 +110,8 @@ class Operation(models.Model):
     due_at = models.DateTimeField(editable=False)
     #: How often a reconciler has asked without an answer.
     checks = models.PositiveIntegerField(_("checks"), db_default=0)
+    #: Executors that vanished without recording an error; counted where a policy gives up.
+    interruptions = models.PositiveIntegerField(_("interruptions"), db_default=0)
     #: JSON arguments of a stepwise function or task, so that the completer can run it again.
     arguments = models.TextField(_("arguments"), null=True, blank=True)  # noqa: DJ001 (no default on MySQL)
 
