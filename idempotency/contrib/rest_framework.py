@@ -117,7 +117,7 @@ def may_see_object(view: Any) -> None:
             view.get_object()
         except Http404:
             try:
-                if queryset.model._base_manager.filter(**{field: view.kwargs[name]}).exists():
+                if queryset.model._base_manager.filter(**{str(field): view.kwargs[name]}).exists():
                     raise
             except (TypeError, ValueError, ValidationError):
                 pass  # no object can have this value
