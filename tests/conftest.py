@@ -1,8 +1,7 @@
 """Fixtures that every test may use, and the rule that nothing is skipped silently in CI."""
 
 import os
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Generator, Iterator
 from urllib.parse import quote
 
 import pytest
@@ -64,21 +63,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
-) -> Iterator[pytest.TestReport]:
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """With REQUIRE_ALL_DATABASES=1 a test that is skipped because something is missing fails."""
-    report: pytest.TestReport = yield
+    report = yield
     required = os.environ.get("REQUIRE_ALL_DATABASES") == "1"
     if required and report.skipped and not hasattr(report, "wasxfail"):
         report.outcome = "failed"
         report.longrepr = f"skipped, but REQUIRE_ALL_DATABASES=1: {report.longrepr}"
     return report
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Remove this process's SQLite files (with their WAL); the controller of a parallel run keeps going."""
-    for config in settings.DATABASES.values():
-        name = str(config["NAME"])
-        if f"test-{os.getpid()}" in name:
-            connections.close_all()
-            for path in Path(name).parent.glob(f"{Path(name).name}*"):
-                path.unlink(missing_ok=True)

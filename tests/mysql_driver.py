@@ -3,7 +3,6 @@
 from importlib.util import find_spec
 from typing import Any
 
-
 #: Connection options. PyMySQL reads all trusted certificates for each connection, for 70 ms.
 OPTIONS: dict[str, Any] = {}
 

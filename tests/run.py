@@ -7,6 +7,7 @@ REQUIRE_ALL_DATABASES=1 a database that is missing, and every skipped test, is a
 
 import argparse
 import os
+import re
 import subprocess
 import sys
 import time
@@ -19,7 +20,7 @@ from pathlib import Path
 from types import ModuleType
 
 from tests.servers import mariadb, postgresql
-from tests.servers.base import REPOSITORY, ServerError
+from tests.servers.base import REPOSITORY, ServerError, process_is_alive
 
 SCHEMES = {
     "postgresql": ("postgres", "postgresql", "psql", "pgsql", "postgis"),
@@ -128,7 +129,9 @@ def missing(database: str) -> Result:
     if database == "postgresql" or os.environ.get("REQUIRE_ALL_DATABASES") == "1":
         remark = "MISSING: install a server, or set DATABASE_URL to a running one"
         return Result(database, failed=1, remark=remark)
-    return Result(database, remark="not installed: left out (MARIADB_URL may name a running server)")
+    return Result(
+        database, remark="not installed: left out (MARIADB_URL may name a running server)"
+    )
 
 
 def run_on(database: str, arguments: list[str]) -> Result:
@@ -146,7 +149,9 @@ def run_on(database: str, arguments: list[str]) -> Result:
 
 def parse(arguments: list[str]) -> tuple[list[str], list[str]]:
     parser = argparse.ArgumentParser(prog="python -m tests.run", description=__doc__)
-    parser.add_argument("--on", default=os.environ.get("ON") or ",".join(NAMES), metavar="DATABASES")
+    parser.add_argument(
+        "--on", default=os.environ.get("ON") or ",".join(NAMES), metavar="DATABASES"
+    )
     known, rest = parser.parse_known_args(arguments)
     databases = known.on.split(",")
     if unknown := set(databases) - set(NAMES):
@@ -154,9 +159,18 @@ def parse(arguments: list[str]) -> tuple[list[str], list[str]]:
     return databases, [argument for argument in rest if argument != "--"]
 
 
+def sweep_files(directory: Path) -> None:
+    """Remove the SQLite files of runs that were killed."""
+    directory.mkdir(exist_ok=True)
+    for path in directory.glob("test-*.sqlite3*"):
+        owner = re.split(r"[-.]", path.name)[1]
+        if owner.isdigit() and not process_is_alive(int(owner)):
+            path.unlink(missing_ok=True)
+
+
 def main(arguments: list[str]) -> int:
     databases, pytest_arguments = parse(arguments)
-    (REPOSITORY / ".var").mkdir(exist_ok=True)
+    sweep_files(REPOSITORY / ".var")
     python = ".".join(map(str, sys.version_info[:3]))
     say(f"Python {python}, Django {version('django')}, databases: {', '.join(databases)}")
     results = [run_on(database, pytest_arguments) for database in databases]

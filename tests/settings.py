@@ -5,6 +5,7 @@ Read from the environment: `DATABASE_URL` and `OTHER_DATABASE_URL` (default: SQL
 `OTHER_DATABASE_URL` naming the *test* databases (see `tests/conftest.py`), so it sees the same rows.
 """
 
+import atexit
 import os
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,8 @@ def database(url: str, *, name: str | None = None) -> dict[str, Any]:
 
 
 # The process id keeps runs apart that share one work tree.
-DEFAULT_URL = env.str("DATABASE_URL", default=f"sqlite:///{VAR_DIR}/test-{os.getpid()}.sqlite3")
+PROCESS_ID = os.getpid()
+DEFAULT_URL = env.str("DATABASE_URL", default=f"sqlite:///{VAR_DIR}/test-{PROCESS_ID}.sqlite3")
 DEFAULT = database(DEFAULT_URL)
 
 
@@ -62,7 +64,16 @@ DATABASES = {
     ),
 }
 
-SECRET_KEY = "only-for-tests"  # noqa: S105 - the test project guards nothing
+
+@atexit.register
+def remove_files() -> None:
+    """Remove this process's own SQLite files, with their write-ahead logs."""
+    if os.getpid() == PROCESS_ID:  # a fork inherits this function, but not the files
+        for path in VAR_DIR.glob(f"test-{PROCESS_ID}[.-]*"):
+            path.unlink(missing_ok=True)
+
+
+SECRET_KEY = "only-for-tests"
 ALLOWED_HOSTS = ["*"]
 USE_TZ = True
 TIME_ZONE = "UTC"

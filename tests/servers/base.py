@@ -261,4 +261,3 @@ class Server:
 
     def _log_tail(self) -> str:
         return self.log.read_text(errors="replace")[-2000:] if self.log.exists() else ""
-
