@@ -38,6 +38,8 @@ DEFAULTS: dict[str, Any] = {
     "DOCUMENTATION_URL": "",
     "RETRY_AFTER": 1,  # seconds, the hint of in-progress and unavailable
     "EVENTS_PER_OPERATION": 50,
+    "RECONCILE_MAX_AGE": 24
+    * 3600,  # seconds after which an unknown outcome is a person's to decide
     # The outbox. Durations are seconds or `timedelta`.
     "OUTBOX_PUBLISHER": "idempotency.outbox.handlers.dispatch",
     "OUTBOX_BATCH_SIZE": 100,

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 from django.db import DatabaseError, InterfaceError, OperationalError, connections
 from django.db.backends.base.base import BaseDatabaseWrapper
+from django.db.models import DateTimeField
+from django.db.models.expressions import RawSQL
 
 from .models import Event, Operation, Step, StepStatus, Turn
 
@@ -70,6 +72,15 @@ def is_transient(error: BaseException) -> bool:
     if type(cause).__module__ == "sqlite3":
         return any(word in str(error) for word in _SQLITE_BUSY)
     return True  # psycopg without an SQLSTATE: the connection broke before the server could say why
+
+
+def now(using: str, *, after: float = 0) -> RawSQL:
+    """The database's time `after` seconds from now, for the ORM.
+
+    Django's Now() is in the session's time zone on MySQL, where the columns hold UTC.
+    """
+    sql = statements(connections[using])
+    return RawSQL(sql.after, [round(after, 3)], output_field=DateTimeField())  # noqa: S611
 
 
 def drop_if_broken(using: str) -> None:

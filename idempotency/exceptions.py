@@ -29,6 +29,10 @@ class LeaseLost(IdempotencyError):
     """Another executor owns the operation now; whatever was about to be written is rolled back."""
 
 
+class IllegalTransition(IdempotencyError):
+    """An operation cannot go from the status it has to the one that was asked for."""
+
+
 class RolledBack(IdempotencyError):
     """The handler answered, but its transaction is marked for rollback: there is no effect to record."""
 

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, NoReturn, TypeVar
 
 from django.db import models
 from django.db.models import Q
+from django.utils.module_loading import import_string
 from django.utils.translation import gettext_lazy as _
 
 from . import keys
@@ -210,6 +211,11 @@ class Operation(models.Model):
             **kwargs,
         )
 
+    def reverse(self, *, reason: str) -> None:
+        """Undo a finished stepwise operation: see `idempotency.reversal.reverse`."""
+        # By name: it stands above this module.
+        import_string("idempotency.reversal.reverse")(self, reason=reason)
+
     def heartbeat(self) -> None:
         """Extend the lease during long work between steps. Raises LeaseLost."""
         self._steps().heartbeat()
@@ -259,6 +265,7 @@ class EventKind(models.TextChoices):
     RENEWED = "renewed", _("Key used again")
     RECONCILING = "reconciling", _("Outcome unknown")
     RESOLVED = "resolved", _("Outcome settled")
+    HANDED_OVER = "handed_over", _("Handed over to people")
     REVERSED = "reversed", _("Reversed")
     ADMIN = "admin", _("Changed by staff")
 
