@@ -131,6 +131,19 @@ RULES: dict[str, Rule] = {
     ),
     "RETRY_AFTER": (_is_count, "a whole number of seconds"),
     "EVENTS_PER_OPERATION": (_is_count, "a number of events; 0 writes none"),
+    "OUTBOX_PUBLISHER": (
+        lambda value: value is not None and _is_imported(value),
+        "a callable or its dotted path",
+    ),
+    "OUTBOX_BATCH_SIZE": (lambda value: _is_count(value) and value > 0, "1 or more messages"),
+    "OUTBOX_INTERVAL": (_is_seconds(0.01), _DURATION.format(0.01)),
+    "OUTBOX_LEASE": (_is_seconds(1), _DURATION.format(1)),
+    "OUTBOX_MAX_ATTEMPTS": (lambda value: _is_count(value) and value > 0, "1 or more attempts"),
+    "OUTBOX_BACKOFF": (_is_seconds(0), _DURATION.format(0)),
+    "OUTBOX_BACKOFF_MAX": (_is_seconds(0), _DURATION.format(0)),
+    "OUTBOX_DEAD_HEAD": (lambda value: value in ("block", "skip"), "'block' or 'skip'"),
+    "OUTBOX_RETENTION": (_is_seconds(0), _DURATION.format(0)),
+    "OUTBOX_HANDLER_RETENTION": (_is_seconds(1), _DURATION.format(1)),
 }
 
 
@@ -202,14 +215,14 @@ def _wrong_value(name: str, value: Any) -> CheckMessage | None:
 
 
 def _wrong_import(name: str, path: Any) -> CheckMessage | None:
-    if name not in IMPORTED or not isinstance(path, str) or ":" in path:
+    if name not in {*IMPORTED, "OUTBOX_PUBLISHER"} or not isinstance(path, str) or ":" in path:
         return None
     try:
         found = import_string(path)
     except Exception as error:  # whatever the module raises when it is imported
         return checks.Error(
-            f"IDEMPOTENCY[{name!r}] names {path!r}, which cannot be imported: "
-            f"{type(error).__name__}: {error}",
+            f"IDEMPOTENCY[{name!r}] names {path!r}, which cannot be imported "
+            f"({type(error).__name__}: {error}).",
             hint="Correct the dotted path, or the module it leads to.",
             id="idempotency.E005",
         )

@@ -119,10 +119,18 @@ def _policies(callback: Any) -> dict[str, Policy]:
             if policy is not None:
                 policies[method.upper()] = policy
     for method, handler in _handlers(callback).items():
-        policy = getattr(handler, "idempotency_policy", None)
-        if isinstance(policy, Policy):
+        policy = _policy_of(handler)
+        if policy is not None:
             policies[method] = policy
     return policies
+
+
+def _policy_of(handler: Any) -> Policy | None:
+    policy = getattr(handler, "idempotency_policy", None)
+    if policy is None and inspect.isfunction(handler):  # @api_view keeps the function in a closure
+        function = inspect.getclosurevars(handler).nonlocals.get("func")
+        policy = getattr(function, "idempotency_policy", None)
+    return policy if isinstance(policy, Policy) else None
 
 
 def is_protected(endpoint: Endpoint, method: str) -> bool:
