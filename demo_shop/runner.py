@@ -12,11 +12,15 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from pathlib import Path
 from typing import IO
+
+import environ
 
 from .keepsakes import DATA_DIR, keepsake
 from .supervisor import Supervisor
 
+ROOT = Path(__file__).resolve().parent.parent
 START_TIMEOUT = 60.0  # seconds until the web server must answer
 
 
@@ -26,6 +30,7 @@ class CannotStart(Exception):
 
 def main() -> int:
     """Run the demo until it is told to stop. Returns the exit status."""
+    environ.Env.read_env(ROOT / ".env")  # the settings do so too, but PORT is needed before them
     os.environ.setdefault("DJANGO_SETTINGS_MODULE", "demo_shop.settings")
     os.environ.setdefault("DEMO_DATA_DIR", str(DATA_DIR))
     host = os.environ.get("HOST", "127.0.0.1")

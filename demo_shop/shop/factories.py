@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import uuid
 from decimal import Decimal
+from functools import partial
 from typing import Any
 
 import factory
@@ -13,12 +15,17 @@ from factory.django import DjangoModelFactory
 from .models import Address, Cart, CartItem, Order, Product
 
 
+def unique(word: str) -> str:
+    """`word` with a random end; a counter would meet the rows of an earlier process."""
+    return word + uuid.uuid4().hex[:8]
+
+
 class CustomerFactory(DjangoModelFactory):
     class Meta:
         model = get_user_model()
         django_get_or_create = ["username"]
 
-    username = factory.Sequence("customer{}".format)
+    username = factory.LazyFunction(partial(unique, "customer-"))
     first_name = factory.Faker("first_name")
     last_name = factory.Faker("last_name")
     email = factory.LazyAttribute(lambda user: f"{user.username}@shop.example")
@@ -26,7 +33,7 @@ class CustomerFactory(DjangoModelFactory):
 
 
 class AdminFactory(CustomerFactory):
-    username = factory.Sequence("admin{}".format)
+    username = factory.LazyFunction(partial(unique, "admin-"))
     is_staff = True
     is_superuser = True
 
@@ -36,7 +43,7 @@ class ProductFactory(DjangoModelFactory):
         model = Product
         django_get_or_create = ["slug"]
 
-    name = factory.Sequence("Product {}".format)
+    name = factory.LazyFunction(partial(unique, "Product "))
     slug = factory.LazyAttribute(lambda product: slugify(product.name))
     description = factory.Faker("sentence")
     price = Decimal("10.00")

@@ -135,6 +135,7 @@ def environment(data: Path, **changes: str) -> dict[str, str]:
         "PROVIDER_DATABASE_URL": f"sqlite:///{data / 'provider.sqlite3'}",
         "CELERY_BROKER_URL": "filesystem://localhost",
         "SECRET_KEY": "",
+        "HOST": "127.0.0.1",
         "PORT": "0",
         "PROVIDER_LATENCY": "0.2",
         **changes,
