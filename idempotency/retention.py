@@ -19,7 +19,6 @@ from datetime import datetime, timedelta
 
 from django.db import DatabaseError, InterfaceError, connections, transaction
 from django.db.models import BooleanField, ExpressionWrapper, F, Q, QuerySet
-from django.db.models.expressions import RawSQL
 
 from . import db
 from .conf import conf
@@ -122,19 +121,15 @@ def overdue_since(using: str | None = None, *, by: timedelta = timedelta(0)) -> 
     return min((due for due in oldest if due is not None), default=None)
 
 
-def _now(using: str, *, ago: timedelta = timedelta(0)) -> RawSQL:
-    # Django's Now() is in the session's time zone on MySQL; the columns are in UTC.
-    sql = db.statements(connections[using])
-    return RawSQL(sql.after, [-ago.total_seconds()])  # noqa: S611 (no user input)
-
-
 def _due(using: str, status: str, *, by: timedelta = timedelta(0)) -> QuerySet[Operation]:
-    due = Operation.objects.using(using).filter(status=status, due_at__lte=_now(using, ago=by))
+    due = Operation.objects.using(using).filter(
+        status=status, due_at__lte=db.now(using, after=-by.total_seconds())
+    )
     return due.filter(stepwise=False) if status == Status.PROCESSING else due
 
 
 def _over(using: str) -> Q:
-    return Q(tombstone_until__lte=_now(using))
+    return Q(tombstone_until__lte=db.now(using))
 
 
 def _count(using: str) -> Purged:
@@ -201,7 +196,7 @@ def _batch(using: str, status: str, size: int, after: _Cursor) -> tuple[Purged, 
     # an executor's own update needs. Judged again under the lock: the row may have changed.
     features = connections[using].features
     is_over = ExpressionWrapper(_over(using), output_field=BooleanField())
-    is_due = ExpressionWrapper(Q(due_at__lte=_now(using)), output_field=BooleanField())
+    is_due = ExpressionWrapper(Q(due_at__lte=db.now(using)), output_field=BooleanField())
     locked = (
         Operation.objects.using(using)
         .filter(pk__in=[pk for _, pk in found])
