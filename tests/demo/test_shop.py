@@ -88,3 +88,27 @@ for attempt in range(2):
 print(Charge.objects.filter(reference=order.number).count(), Payment.objects.filter(order=order).count(), order.status)
 """
     assert demo.run(code) == "1 0 placed"
+
+
+def test_a_crash_after_charging_does_not_charge_again(demo: Demo) -> None:
+    """The retry runs the checkout again, under the same downstream key: the provider knows it."""
+    code = """
+from unittest import mock
+from django.test import Client
+from demo_shop.provider.models import Charge
+from demo_shop.shop.models import Order, Payment
+customer, product = CustomerFactory(), ProductFactory()
+CartFactory(owner=customer)
+client = Client(SERVER_NAME="localhost", raise_request_exception=False)
+client.force_login(customer)
+def check_out():
+    return client.post(
+        "/api/checkout/", {"lines": [{"product": product.pk, "quantity": 1}]},
+        "application/json", headers={"Idempotency-Key": f"crash-{customer.pk}"},
+    )
+charges = Charge.objects.count()
+with mock.patch.object(Payment.objects, "create", side_effect=RuntimeError("lights out")):
+    print(check_out().status_code, Charge.objects.count() - charges, customer.orders.count())
+print(check_out().status_code, Charge.objects.count() - charges, customer.orders.count())
+"""
+    assert demo.run(code).splitlines() == ["500 1 0", "201 1 1"]
