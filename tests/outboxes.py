@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import uuid
 from collections.abc import Callable
 from datetime import UTC, datetime
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from django.db import transaction
 
@@ -63,8 +66,6 @@ def statuses() -> dict[str, str]:
 
 def fill(messages: list[tuple[str, Any, str]], using: str = "default") -> None:
     """Many messages at once: (topic, payload, ordering key)."""
-    import uuid
-
     OutboxMessage.objects.using(using).bulk_create(
         [
             OutboxMessage(
@@ -83,3 +84,36 @@ def fill(messages: list[tuple[str, Any, str]], using: str = "default") -> None:
         ],
         batch_size=1000,
     )
+
+
+class Line(NamedTuple):
+    """One publication: by which process, of which message."""
+
+    process: int
+    id: str
+    ordering_key: str
+    payload: Any
+
+
+class File:
+    """A publisher for several processes: a line per message, in the order they were published."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.path.touch()
+        #: Called with every message before and after its line is written.
+        self.before: Callable[[outbox.Message], Any] = lambda message: None
+        self.after: Callable[[outbox.Message], Any] = lambda message: None
+
+    def __call__(self, message: outbox.Message) -> None:
+        self.before(message)
+        line = [os.getpid(), str(message.id), message.ordering_key, message.payload]
+        descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND)
+        try:
+            os.write(descriptor, f"{json.dumps(line)}\n".encode())  # one write: lines do not mix
+        finally:
+            os.close(descriptor)
+        self.after(message)
+
+    def lines(self) -> list[Line]:
+        return [Line(*json.loads(line)) for line in self.path.read_text().splitlines()]

@@ -12,9 +12,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from django.db import connections, transaction
+from django.db import InterfaceError, OperationalError, connections, transaction
 from django.db.models import BooleanField, Exists, ExpressionWrapper, F, OuterRef, Q, QuerySet
 
+from .. import db
 from ..conf import conf
 from ..exceptions import ConfigurationError
 from ..models import MessageStatus, OutboxMessage, new_owner
@@ -34,7 +35,9 @@ FIELDS = (
 )  # fmt: skip
 _PK, _KEY, _OWNER = FIELDS.index("pk"), FIELDS.index("ordering_key"), FIELDS.index("owner")
 
-_TRIES = 3
+_TRIES = 5
+#: Heads are looked for among this many of the oldest due messages first.
+WINDOW = 1000
 
 
 class _Interfered(Exception):
@@ -92,7 +95,7 @@ def claim(using: str, size: int, lease: float) -> Claim | None:
     due = _due(using)
     if not rows.filter(due).exists():  # an idle relay takes no locks
         return None
-    for _ in range(_TRIES):
+    for attempt in range(1, _TRIES + 1):
         started = time.monotonic()
         owner = new_owner()
         try:
@@ -106,6 +109,14 @@ def claim(using: str, size: int, lease: float) -> Claim | None:
                 if claimed != len(chosen):
                     raise _Interfered
         except _Interfered:
+            continue
+        except (OperationalError, InterfaceError) as error:
+            connection = connections[using]
+            # MariaDB: two relays may deadlock. SQLite has waited for its lock already.
+            retriable = connection.features.has_select_for_update and db.is_transient(error)
+            if connection.in_atomic_block or not retriable or attempt == _TRIES:
+                raise
+            db.drop_if_broken(using)
             continue
         if not chosen:
             return None
@@ -151,7 +162,7 @@ def _choose(using: str, size: int, due: Q) -> list[Sequence[Any]]:
     older = rows.filter(
         ordering_key=OuterRef("ordering_key"), status__in=blocking, pk__lt=OuterRef("pk")
     )
-    heads: list[Sequence[Any]] = list(
+    found = (
         rows.filter(due)
         .filter(Q(ordering_key="") | ~Exists(older))
         .order_by("available_at", "pk")
@@ -159,8 +170,14 @@ def _choose(using: str, size: int, due: Q) -> list[Sequence[Any]]:
             skip_locked=features.has_select_for_update_skip_locked,
             no_key=features.has_select_for_no_key_update,
         )
-        .values_list(*FIELDS)[:size]
+        .values_list(*FIELDS)
     )
+    heads: list[Sequence[Any]] = []
+    # A long backlog of few ordering keys has few heads; they are at its front unless they are blocked.
+    edge = rows.filter(due).order_by("available_at").values_list("available_at", flat=True)
+    if (last := next(iter(edge[WINDOW : WINDOW + 1]), None)) is not None:
+        heads = list(found.filter(available_at__lte=last)[:size])
+    heads = heads or list(found[:size])
     if heads and heads[0][_OWNER]:
         # Its relay vanished while it held the message. If the message was the reason, it must not
         # take others with it again: it is tried alone.

@@ -42,7 +42,7 @@ class Handler:
         """Run the function in one transaction with the record that it ran; nothing when it has."""
         retention = conf.OUTBOX_HANDLER_RETENTION if self.retention is None else self.retention
         intent = engine.Intent(
-            name=self.name,
+            name=self.name[:200],
             scope=("outbox", self.name),
             key=str(message.id),
             # The id alone: a dead letter whose payload was put right is still the same message.

@@ -129,7 +129,7 @@ class Relay:
         return len(claimed.messages)
 
     def _reconnect(self, error: DatabaseError | InterfaceError) -> None:
-        if not db.is_transient(error):
+        if connections[self.using].in_atomic_block or not db.is_transient(error):
             raise error
         logger.warning("outbox relay: database %r does not answer, trying again", self.using)
         db.drop_if_broken(self.using)
