@@ -97,14 +97,7 @@ def canonical_json(raw: bytes, exclude: Exclude = frozenset()) -> bytes | None:
     there.
     """
     try:
-        value = json.loads(
-            raw.decode(),
-            object_pairs_hook=_members,
-            parse_int=_Number,
-            parse_float=_Number,
-            parse_constant=_refuse,
-        )
-        return _Encoder(exclude).encode(value).encode()
+        return _Encoder(exclude).encode(_json.decode(raw.decode())).encode()
     except (ValueError, RecursionError):
         return None
 
@@ -161,13 +154,10 @@ def _derived(secret: str | bytes) -> tuple[str, bytes]:
 _ADVICE = "Pass plain values (a primary key, not an object), or give the policy a `fingerprint`."
 
 
-class _Number:
+class _Number(str):
     """A JSON number as the client wrote it."""
 
-    __slots__ = ("token",)
-
-    def __init__(self, token: str) -> None:
-        self.token = token
+    __slots__ = ()
 
 
 def _members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -181,6 +171,16 @@ def _refuse(constant: str) -> None:
     raise ValueError(f"{constant} is not JSON")
 
 
+_json = json.JSONDecoder(
+    object_pairs_hook=_members,
+    parse_int=_Number,
+    parse_float=_Number,
+    parse_constant=_refuse,
+)
+
+_CONTAINERS = (dict, list, tuple, set, frozenset, Mapping)
+
+
 class _Encoder:
     """Values to text: JSON where JSON has the type, else `type"text"`, which no JSON equals."""
 
@@ -191,8 +191,11 @@ class _Encoder:
         self.unknown = unknown
 
     def encode(self, value: Any, path: str = "", depth: int = 0) -> str:
-        if isinstance(value, _Number):
-            return value.token
+        kind = type(value)
+        if kind is str:
+            return quoted(value)
+        if kind is _Number:
+            return value  # type: ignore[no-any-return]
         if isinstance(value, Enum):
             return self.encode(value.value, path, depth)
         if isinstance(value, str):
@@ -201,7 +204,7 @@ class _Encoder:
             return "null"
         if isinstance(value, bool):
             return "true" if value else "false"
-        if isinstance(value, Mapping | list | tuple | set | frozenset):
+        if isinstance(value, _CONTAINERS):
             if depth == MAX_DEPTH:
                 raise RecursionError
             return self.container(value, path, depth + 1)
@@ -246,8 +249,9 @@ class _Encoder:
             return f'timedelta"{value.days} {value.seconds} {value.microseconds}"'
         if isinstance(value, bytes | bytearray | memoryview):
             return f'bytes"{bytes(value).hex()}"'
-        if hasattr(value, "_meta") and not isinstance(value, type):
-            label = value._meta.concrete_model._meta.label_lower
+        model = getattr(getattr(value, "_meta", None), "concrete_model", None)
+        if model is not None and not isinstance(value, type):
+            label = model._meta.label_lower
             if value.pk is None:
                 raise TypeError(f"An unsaved {label} has no fingerprint. {_ADVICE}")
             return f"{label}[{self.encode(value.pk)}]"

@@ -125,10 +125,10 @@ def endpoint(scope: GetScope = principal) -> GetScope:
 
 def _kind(user: Any) -> str:
     """`user`, or the model's label: a key space must not be shared by API client 42 and user 42."""
-    meta = getattr(user, "_meta", None)
-    if meta is None:
+    model = getattr(getattr(user, "_meta", None), "concrete_model", None)
+    if model is None:
         return "user"
-    label = meta.concrete_model._meta.label_lower
+    label: str = model._meta.label_lower
     return "user" if label == settings.AUTH_USER_MODEL.lower() else label
 
 

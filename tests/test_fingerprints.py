@@ -14,6 +14,7 @@ from uuid import UUID
 import pytest
 from django.contrib.auth.models import Group, User
 from django.db.models import TextChoices
+from django.forms import modelform_factory
 from django.utils.translation import gettext_lazy
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -396,6 +397,7 @@ def test_excluded_arguments_may_differ() -> None:
         float("inf"),
         User(),
         User,
+        modelform_factory(User, fields=["username"])(),
         lambda: 1,
         gettext_lazy("x"),
         1j,

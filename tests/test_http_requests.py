@@ -352,6 +352,18 @@ def test_json_above_the_limit_is_compared_byte_for_byte(make: Make) -> None:
     assert fingerprint(make(large)) != fingerprint(make(large.replace(b": ", b":")))
 
 
+def test_forms_above_the_limit_are_compared_to_their_end(make: Make) -> None:
+    large = b"a=%s&b=1" % (b"x" * bodies.CANONICAL_LIMIT)
+    assert fingerprint(make(large, FORM)) == fingerprint(make(large, FORM))
+    assert fingerprint(make(large, FORM)) != fingerprint(make(large[:-1] + b"2", FORM))
+
+
+@pytest.mark.parametrize("kind", ["application/merge-patch+json", "application/vnd.api+json"])
+def test_json_is_known_by_its_suffix(make: Make, kind: str) -> None:
+    """PEER_DEFECTS; RFC 6839."""
+    assert fingerprint(make(b'{"a":1,"b":2}', kind)) == fingerprint(make(b'{"b":2,"a":1}', kind))
+
+
 def test_compressed_bodies_are_compared_as_sent(make: Make) -> None:
     """RULES 33: documented."""
     packed = gzip.compress(b'{"a":1}', mtime=0)
@@ -673,6 +685,12 @@ def test_an_upload_that_a_handler_sent_elsewhere_is_compared_by_what_is_left() -
 
         def __init__(self, size: int) -> None:
             self.size = size
+
+        def seek(self, position: int) -> None:
+            raise OSError("a socket")
+
+        def chunks(self) -> list[bytes]:
+            raise AssertionError("can be read once, by the view")
 
         def close(self) -> None:
             pass

@@ -95,6 +95,7 @@ def test_well_formed_header_values(value: str, key: str) -> None:
         '"a";b=1.',
         '"a";b=1.2345',
         '"a";b=1234567890123456',
+        '"a";b=1234567890123.1',
         '"a";b="c',
         '"a";b=?2',
         '"a";b=@1.5',

@@ -114,6 +114,7 @@ def test_the_principal_of_a_drf_request_is_the_authenticated_one() -> None:
         (TokenUser("ann", pk=None, id=None), "username:ann"),
         (TokenUser("ann", pk=""), "username:ann"),
         (TokenUser("42"), "username:42"),
+        (TokenUser("ann", pk=5, _meta={"collection": "user"}), "user:5"),  # as document stores do
         (SimpleNamespace(is_authenticated=True, username="ann"), "username:ann"),
     ],
 )
