@@ -33,6 +33,10 @@ class IllegalTransition(IdempotencyError):
     """An operation cannot go from the status it has to the one that was asked for."""
 
 
+class BarrierRefused(IdempotencyError):
+    """A try, confirm or cancel that must not happen any more (or not yet)."""
+
+
 class RolledBack(IdempotencyError):
     """The handler answered, but its transaction is marked for rollback: there is no effect to record."""
 

@@ -1,7 +1,4 @@
-"""The tables. `Operation` is one user intent; everything else is about it.
-
-Rows on the request path are written by `db.py`; the ORM serves admin, purge and tests.
-"""
+"""`Operation`, and what is known about it: events and references."""
 
 from __future__ import annotations
 
@@ -16,8 +13,8 @@ from django.db.models import Q
 from django.utils.module_loading import import_string
 from django.utils.translation import gettext_lazy as _
 
-from . import keys
-from .exceptions import ConfigurationError, NotFinal, OutcomeUnknown
+from .. import keys
+from ..exceptions import ConfigurationError, NotFinal, OutcomeUnknown
 
 T = TypeVar("T")
 
@@ -320,113 +317,6 @@ class Reference(models.Model):
 
     def __str__(self) -> str:
         return f"{self.name} {self.value}"
-
-
-class StepStatus(models.TextChoices):
-    STARTED = "started", _("Started")
-    DONE = "done", _("Done")
-
-
-class Step(models.Model):
-    """A recovery point of a stepwise operation, identified by its name."""
-
-    operation = models.ForeignKey(
-        Operation,
-        on_delete=models.DO_NOTHING,
-        db_constraint=False,
-        related_name="steps",
-        db_index=False,
-    )
-    name = models.CharField(_("step"), max_length=200)
-    is_external = models.BooleanField(_("external"))
-    status = models.CharField(_("status"), max_length=16, choices=StepStatus)
-    #: Attempt of the operation that wrote the row last.
-    attempt = models.PositiveIntegerField(_("attempt"))
-    result = models.TextField(_("result"), null=True, blank=True)  # noqa: DJ001 (no default on MySQL)
-    #: Dotted names, so that neither needs the handler to run again.
-    compensation = models.CharField(_("compensation"), max_length=255, db_default="")
-    reconciler = models.CharField(_("reconciler"), max_length=255, db_default="")
-    started_at = models.DateTimeField(_("started"))
-    done_at = models.DateTimeField(_("done"), null=True, blank=True)
-
-    class Meta:
-        verbose_name = _("step")
-        verbose_name_plural = _("steps")
-        ordering = ("id",)
-        constraints = (
-            models.UniqueConstraint(fields=["operation", "name"], name="idempotency_step_once"),
-        )
-
-    def __str__(self) -> str:
-        return self.name
-
-
-class MessageStatus(models.TextChoices):
-    PENDING = "pending", _("Pending")
-    SENT = "sent", _("Sent")
-    DEAD = "dead", _("Dead letter")
-
-
-class OutboxMessage(models.Model):
-    """Something that happened, written in the transaction in which it did; the relay publishes it."""
-
-    #: Order of writing; `message_id` is what the outside sees.
-    id = models.BigAutoField(primary_key=True)
-    message_id = models.UUIDField(_("message id"), unique=True, editable=False)
-    operation = models.ForeignKey(
-        Operation,
-        on_delete=models.DO_NOTHING,
-        db_constraint=False,
-        null=True,
-        blank=True,
-        related_name="messages",
-    )
-    topic = models.CharField(_("topic"), max_length=200)
-    payload = models.TextField(_("payload"))
-    #: Messages with the same non-empty ordering key are published one after the other.
-    ordering_key = models.CharField(_("ordering key"), max_length=255, db_default="")
-    status = models.CharField(_("status"), max_length=16, choices=MessageStatus)
-    #: When the relay may take the message; a claim moves it to the end of the claim's lease.
-    available_at = models.DateTimeField(_("available"))
-    #: Publishing attempts, counted before each try.
-    attempts = models.PositiveIntegerField(_("attempts"), db_default=0)
-    #: Token of the relay that claimed the message last: its fence.
-    owner = models.CharField(max_length=32, db_default="", editable=False)
-    last_error = models.CharField(_("last error"), max_length=255, db_default="")
-    created_at = models.DateTimeField(_("created"))
-    sent_at = models.DateTimeField(_("sent"), null=True, blank=True)
-
-    class Meta:
-        verbose_name = _("outbox message")
-        verbose_name_plural = _("outbox messages")
-        ordering = ("-id",)
-        indexes = (
-            models.Index(fields=["status", "available_at"], name="idempotency_msg_due"),
-            models.Index(fields=["ordering_key", "status", "id"], name="idempotency_msg_order"),
-        )
-        constraints = (
-            models.CheckConstraint(
-                condition=Q(status__in=MessageStatus.values), name="idempotency_msg_status_known"
-            ),
-        )
-
-    def __str__(self) -> str:
-        return f"{self.topic} {self.message_id}"
-
-
-class Turn(models.Model):
-    """A row to lock for consumers that must take turns on one object (`inbox.receive(serialize_on=)`)."""
-
-    id = models.UUIDField(primary_key=True, editable=False)
-    used_at = models.DateTimeField(_("used"))
-
-    class Meta:
-        verbose_name = _("turn")
-        verbose_name_plural = _("turns")
-        indexes = (models.Index(fields=["used_at"], name="idempotency_turn_used"),)
-
-    def __str__(self) -> str:
-        return str(self.id)
 
 
 def describe_error(error: BaseException) -> str:

@@ -1,0 +1,41 @@
+"""The tables. `Operation` is one user intent; everything else is about it.
+
+Rows on the request path are written by `db.py`; the ORM serves admin, maintenance and tests.
+"""
+
+from .messages import MessageStatus, OutboxMessage, Turn
+from .operations import (
+    FINAL,
+    TRANSITIONS,
+    Event,
+    EventKind,
+    Operation,
+    OperationQuerySet,
+    Outcome,
+    Reference,
+    Status,
+    describe_error,
+    new_owner,
+)
+from .steps import Branch, BranchStatus, Step, StepStatus
+
+__all__ = [
+    "FINAL",
+    "TRANSITIONS",
+    "Branch",
+    "BranchStatus",
+    "Event",
+    "EventKind",
+    "MessageStatus",
+    "Operation",
+    "OperationQuerySet",
+    "Outcome",
+    "OutboxMessage",
+    "Reference",
+    "Status",
+    "Step",
+    "StepStatus",
+    "Turn",
+    "describe_error",
+    "new_owner",
+]
