@@ -11,14 +11,17 @@ from io import BytesIO
 from typing import IO, Any
 
 import pytest
+from asgiref.sync import async_to_sync
 from django.core.exceptions import BadRequest, RequestDataTooBig, TooManyFilesSent
 from django.core.files.uploadedfile import SimpleUploadedFile
 from django.core.files.uploadhandler import FileUploadHandler
 from django.core.handlers.asgi import ASGIRequest
 from django.core.handlers.wsgi import WSGIRequest
-from django.http import HttpRequest, UnreadablePostError
+from django.http import HttpRequest, HttpResponse, UnreadablePostError
 from django.http.multipartparser import MultiPartParserError
+from django.test import AsyncClient, Client
 from django.test.client import encode_multipart
+from django.urls import path
 from rest_framework import parsers
 from rest_framework.exceptions import ParseError, UnsupportedMediaType
 from rest_framework.request import Request
@@ -668,6 +671,31 @@ def test_middleware_that_read_the_form_first_changes_nothing(make: Make) -> None
         other = make(*multipart({"a": "1"}, files={"f": ("f", b"other")}))
         assert other.POST
         assert fingerprint(wrap(other)) != untouched
+
+
+def upload(request: HttpRequest) -> HttpResponse:
+    compared = fingerprint(request).canonical
+    return HttpResponse(compared + b"|" + request.FILES["f"].read() + request.POST["a"].encode())
+
+
+urlpatterns = [path("upload/", upload)]
+
+
+@pytest.mark.urls(__name__)
+@pytest.mark.parametrize("client_class", [Client, AsyncClient])
+def test_a_csrf_token_in_the_form_or_in_a_header_is_the_same_request(client_class: Any) -> None:
+    """BUGS J12, E11: in the form it makes CSRF protection parse the upload before the view."""
+    client = client_class(enforce_csrf_checks=True)
+    post = async_to_sync(client.post) if client_class is AsyncClient else client.post
+    token = "t" * 32
+    client.cookies["csrftoken"] = token
+    answers = []
+    for field, header in ((token, "wrong"), ("", token)):
+        data = {"a": "1", "f": BytesIO(b"content"), "csrfmiddlewaretoken": field}
+        answers.append(post("/upload/", data, headers={"X-CSRFToken": header}))
+    assert [answer.status_code for answer in answers] == [200, 200]
+    assert answers[0].content.endswith(b"|content1")
+    assert answers[0].content == answers[1].content
 
 
 def test_a_very_long_file_name_is_the_same_before_and_after_parsing(make: Make) -> None:
