@@ -154,17 +154,18 @@ class Statements:
             "stepwise",
             "arguments",
         )
-        values = ", ".join(["%s"] * len(inserted))
-        self.insert = (
+        into = (
             f"INTO {t} ({', '.join(map(q, inserted))}, "
-            f"{q('lease_expires_at')}, {q('created_at')}, {q('due_at')}) "
-            f"VALUES ({values}, {self.after}, {now}, {self.after})"
+            f"{q('lease_expires_at')}, {q('created_at')}, {q('due_at')})"
         )
+        values = f"{', '.join(['%s'] * len(inserted))}, {self.after}, {now}, {self.after}"
+        self.insert = f"{into} VALUES ({values})"
         if self.vendor == "postgresql":
+            # Even DO NOTHING waits for a transaction that has updated the row: look first.
             self.claim = (
-                f"WITH claimed AS (INSERT {self.insert} ON CONFLICT ({q('id')}) DO NOTHING RETURNING 1) "
-                f"SELECT (SELECT 1 FROM claimed), {self.read_columns} "
-                f"FROM (SELECT 1) one LEFT JOIN {t} ON {t}.{q('id')} = %s"
+                f"WITH found AS ({self.read}), claimed AS (INSERT {into} SELECT {values} "
+                f"WHERE NOT EXISTS (SELECT 1 FROM found) ON CONFLICT ({q('id')}) DO NOTHING RETURNING 1) "
+                "SELECT (SELECT 1 FROM claimed), found.* FROM (SELECT 1) one LEFT JOIN found ON TRUE"
             )
         elif self.is_mariadb:
             owner = f"{t}.{q('owner')}"
@@ -316,7 +317,7 @@ def claim(
     ]
     with connection.cursor() as cursor:
         if sql.vendor == "postgresql":
-            cursor.execute(sql.claim, [*params, key])
+            cursor.execute(sql.claim, [key, *params])
             row = cursor.fetchone()
             if row[0]:
                 return True, None

@@ -120,8 +120,7 @@ def in_processes(functions: Sequence[Callable[[], Any]]) -> list[Any]:
     def released(function: Callable[[], Any]) -> Callable[[], Any]:
         def call() -> Any:
             os.close(go_end)
-            for alias in connections:
-                connections[alias].ensure_connection()
+            connections["default"].ensure_connection()
             os.read(wait_end, 1)  # the end of the file: the parent has closed the other side
             return function()
 

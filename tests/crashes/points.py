@@ -18,28 +18,36 @@ from django.db import connections
 from tests.processes import Child, Died
 
 
-class Points:
-    """The points a process passes. At number `kill_at` (the first is 1) it kills itself."""
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
-    def __init__(self, kill_at: int | None = None) -> None:
+
+class Points:
+    """The points a process passes. At number `at` (the first is 1) it calls `action`."""
+
+    def __init__(self, at: int | None = None, action: Callable[[], Any] = die) -> None:
         self.passed: list[str] = []
-        self.kill_at = kill_at
+        self.at = at
+        self.action = action
 
     def reach(self, label: str) -> None:
         self.passed.append(label)
-        if len(self.passed) == self.kill_at:
-            os.kill(os.getpid(), signal.SIGKILL)
+        if len(self.passed) == self.at:
+            self.action()
 
     @contextmanager
     def watched(self, using: str = "default") -> Iterator[None]:
-        """Count what happens on the connection. For a child process: nothing is restored."""
+        """Count what happens on this thread's connection."""
         connection = connections[using]
         connection.ensure_connection()
         # Private to Django, but the only place where a commit can be seen from outside.
         for name, label in (("_commit", "COMMIT"), ("_rollback", "ROLLBACK")):
             setattr(connection, name, self._around(label, getattr(connection, name)))
-        with connection.execute_wrapper(self._statement):
-            yield
+        try:
+            with connection.execute_wrapper(self._statement):
+                yield
+        finally:
+            del connection._commit, connection._rollback
         self.reach("before the response")
 
     def _around(self, label: str, function: Callable[[], Any]) -> Callable[[], Any]:
@@ -62,14 +70,13 @@ class Points:
 
 
 def shorten(sql: str) -> str:
-    """The verb and the first table of a statement."""
-    verb = next(
-        word
-        for word in re.findall(r"[A-Z]+", sql)
-        if word not in {"WITH", "SET", "STATEMENT", "FOR", "AS"}
+    """The verb and the table of a statement: those of the insert in a longer one."""
+    match = re.search(r"(INSERT) (?:IGNORE )?INTO [\"`]?(\w+)", sql) or re.search(
+        r"(UPDATE|DELETE|SELECT)\b.*?(?:\bFROM\s+|(?<=UPDATE )|(?<=DELETE ))[\"`]?(\w+)",
+        sql,
+        re.DOTALL,
     )
-    table = re.search(r"(?:INTO|FROM|UPDATE)\s+[\"`]?(\w+)", sql)
-    return f"{verb} {table[1]}" if table else verb
+    return " ".join(match.groups()) if match else sql.split(maxsplit=1)[0]
 
 
 @dataclass(frozen=True)
@@ -100,7 +107,7 @@ def crash(act: Callable[[], Any], number: int) -> None:
     """Run `act` in a process that kills itself at this point."""
 
     def run() -> None:
-        with Points(kill_at=number).watched():
+        with Points(at=number).watched():
             act()
 
     with pytest.raises(Died) as end:  # else the point was never reached
