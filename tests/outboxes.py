@@ -6,7 +6,7 @@ import json
 import os
 import uuid
 from collections.abc import Callable
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -74,13 +74,13 @@ def fill(messages: list[tuple[str, Any, str]], using: str = "default") -> None:
                 payload=json.dumps(payload),
                 ordering_key=ordering_key,
                 status=MessageStatus.PENDING,
-                available_at=PAST,
+                available_at=PAST + timedelta(milliseconds=number),
                 created_at=PAST,
                 attempts=0,
                 owner="",
                 last_error="",
             )
-            for topic, payload, ordering_key in messages
+            for number, (topic, payload, ordering_key) in enumerate(messages)
         ],
         batch_size=1000,
     )

@@ -71,9 +71,10 @@ class Claim:
         available = clock.now(self.using, after=after)
         return self._mine([pk]).update(owner="", available_at=available, last_error=error)
 
-    def dead(self, pk: int, error: str) -> int:
+    def dead(self, pk: int, error: str, *, tried: bool = True) -> int:
         return self._mine([pk]).update(
             owner="",
+            attempts=F("attempts") - (0 if tried else 1),
             status=MessageStatus.DEAD,
             available_at=clock.now(self.using),
             last_error=error,

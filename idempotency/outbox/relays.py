@@ -33,6 +33,8 @@ FIRST_RECONNECT, LAST_RECONNECT = 0.1, 5.0
 #: How long a relay that is asked to stop keeps trying to write its marks, in seconds.
 STOP_SECONDS = 5.0
 
+VANISHED = "the relay vanished at the last attempt"
+
 
 @dataclass(kw_only=True)
 class Summary:
@@ -165,7 +167,10 @@ class _Batch:
                 if message.ordering_key and message.ordering_key in self.held:
                     untried.append(message.pk)
                     continue
-                self._try(message)
+                if message.attempt > conf.OUTBOX_MAX_ATTEMPTS:
+                    self._bury(message, VANISHED, tried=False)
+                else:
+                    self._try(message)
                 if time.monotonic() - self.flushed >= FLUSH_SECONDS:
                     self._flush()
         finally:
@@ -183,23 +188,15 @@ class _Batch:
         try:
             self.relay.publish(message)
         except Exception as error:
-            if message.ordering_key:
-                self.held.add(message.ordering_key)
+            self.held.add(message.ordering_key)
             self._failed(message, error)
         else:
             self.published.append(message.pk)
 
     def _failed(self, message: Message, error: Exception) -> None:
-        summary, reason = self.relay.summary, describe(error)
+        reason = describe(error)
         if isinstance(error, PermanentFailure) or message.attempt >= conf.OUTBOX_MAX_ATTEMPTS:
-            logger.error(
-                "message %s (%s) is a dead letter after attempt %d: %s",
-                message.id,
-                message.topic,
-                message.attempt,
-                reason,
-            )
-            summary.dead += self._write(lambda: self.claimed.dead(message.pk, reason))
+            self._bury(message, reason)
             return
         after = error.seconds if isinstance(error, RetryAfter) else backoff(message.attempt)
         logger.warning(
@@ -210,7 +207,16 @@ class _Batch:
             after,
             reason,
         )
-        summary.retried += self._write(lambda: self.claimed.retry(message.pk, after, reason))
+        self.relay.summary.retried += self._write(
+            lambda: self.claimed.retry(message.pk, after, reason)
+        )
+
+    def _bury(self, message: Message, reason: str, *, tried: bool = True) -> None:
+        logger.error("message %s (%s) is a dead letter: %s", message.id, message.topic, reason)
+        self.held.add(message.ordering_key)
+        self.relay.summary.dead += self._write(
+            lambda: self.claimed.dead(message.pk, reason, tried=tried)
+        )
 
     def _flush(self) -> None:
         self.flushed = time.monotonic()

@@ -6,6 +6,7 @@ import itertools
 import os
 import random
 import signal
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
@@ -187,25 +188,30 @@ def test_an_idle_command_picks_up_what_comes_and_stops(file: File, settings: Any
 
 
 @pytest.fixture
-def private(vendor: str) -> Iterator[Server]:
-    """A database server of this run's kind that a test may restart; its alias is `private`."""
+def private(vendor: str, transactional_db: None) -> Iterator[Server]:
+    """A database server of this run's kind that a test may restart, behind the alias `other`."""
     kind = {"postgresql": postgresql, "mysql": mariadb}[vendor]
     if not kind.available():
         pytest.skip(f"no {vendor} server can be started here")
+
+    def connect_to(config: dict[str, Any]) -> None:
+        connections["other"].close()
+        del connections["other"]
+        connections.settings["other"] = config
+
+    before = connections.settings["other"]
     with kind.server(fsync=True) as server:
-        config = connections.configure_settings({"default": {}, "private": database(server.url())})[
-            "private"
-        ]
-        connections.settings["private"] = config
+        settings = {"default": {}, "other": database(server.url())}
+        connect_to(connections.configure_settings(settings)["other"])
         try:
-            call_command("migrate", "idempotency", database="private", verbosity=0)
+            call_command("migrate", "idempotency", database="other", verbosity=0)
             yield server
         finally:
-            connections["private"].close()
-            del connections["private"], connections.settings["private"]
+            connect_to(before)
 
 
 @pytest.mark.vendor("postgresql", "mysql")  # SQLite has no server
+@pytest.mark.django_db(transaction=True, databases=["default", "other"])
 @pytest.mark.parametrize("kill", [False, True], ids=["restart", "crash"])
 def test_a_relay_survives_the_restart_of_its_database(
     private: Server, file: File, settings: Any, kill: bool
@@ -213,12 +219,12 @@ def test_a_relay_survives_the_restart_of_its_database(
     settings.IDEMPOTENCY = {"OUTBOX_LEASE": 3, "OUTBOX_INTERVAL": 0.05}
 
     def enqueue(numbers: range) -> None:
-        with transaction.atomic("private"):
+        with transaction.atomic("other"):
             for number in numbers:
-                outbox.enqueue("t", number, ordering_key=f"k{number % 3}", using="private")
+                outbox.enqueue("t", number, ordering_key=f"k{number % 3}", using="other")
 
     def run() -> None:
-        worker = outbox.Relay(using="private", publisher=file)
+        worker = outbox.Relay(using="other", publisher=file)
         signal.signal(signal.SIGTERM, lambda *_: worker.stop())
         worker.run()
 
@@ -226,13 +232,15 @@ def test_a_relay_survives_the_restart_of_its_database(
         return [line.payload for line in file.lines()]
 
     enqueue(range(300))
+    file.before = lambda message: time.sleep(0.005)  # so that it is in the middle of them
     child = Child(run)
     eventually(payloads, "a first message published")
     private.kill() if kill else private.stop()
-    connections["private"].close()
+    assert len(payloads()) < 300
+    connections["other"].close()
     private.start()
     enqueue(range(300, 400))
-    rows = OutboxMessage.objects.using("private")
+    rows = OutboxMessage.objects.using("other")
     eventually(lambda: not rows.filter(status="pending").exists(), "everything sent")
     os.kill(child.pid, signal.SIGTERM)
     child.result()

@@ -1,0 +1,198 @@
+"""Handlers: each once per message, whatever is repeated around it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from idempotency import engine, outbox
+from idempotency.exceptions import ConfigurationError
+from idempotency.models import MessageStatus, Operation, OutboxMessage
+from idempotency.outbox import handlers
+from tests.app.models import Effect
+from tests.outboxes import make_due, row, send, statuses
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+
+@pytest.fixture(autouse=True)
+def registry(monkeypatch: pytest.MonkeyPatch) -> dict[str, handlers.Handler]:
+    """A registry of this test's own."""
+    empty: dict[str, handlers.Handler] = {}
+    monkeypatch.setattr(handlers, "_handlers", empty)
+    return empty
+
+
+def effect(
+    label: str, *topics: str, fault: Callable[[], Any] = lambda: None, **options: Any
+) -> None:
+    """Register a handler that leaves one effect and then meets its fault."""
+
+    @outbox.handler(*topics, name=label, **options)
+    def handle(message: outbox.Message) -> None:
+        using = options.get("using") or message.using
+        Effect.objects.using(using).create(label=label, amount=message.payload)
+        fault()
+
+
+class Fault:
+    """Raises the next of these errors, then nothing any more."""
+
+    def __init__(self, *errors: Exception) -> None:
+        self.errors = list(errors)
+
+    def __call__(self) -> None:
+        if self.errors:
+            raise self.errors.pop(0)
+
+
+def labels(using: str = "default") -> list[str]:
+    return sorted(Effect.objects.using(using).values_list("label", flat=True))
+
+
+def test_every_handler_of_a_matching_topic_gets_the_message() -> None:
+    effect("mail", "order.*")
+    effect("stock", "order.created", "order.cancelled")
+    effect("audit", "*")
+    effect("other", "invoice.*")
+    send("order.created", 1)
+    assert outbox.relay() == outbox.Summary(sent=1)
+    assert labels() == ["audit", "mail", "stock"]
+    send("order.paid", 2)
+    outbox.relay()
+    assert labels() == ["audit", "audit", "mail", "mail", "stock"]
+
+
+def test_a_failing_handler_is_run_again_and_the_others_are_not() -> None:
+    effect("first", "t")
+    effect("second", "t", fault=Fault(ValueError("once"), ValueError("twice")))
+    effect("third", "t")
+    message = send("t", 1)
+    assert outbox.relay() == outbox.Summary(retried=1)
+    assert labels() == ["first", "third"]
+    for _ in range(2):
+        make_due()
+        outbox.relay()
+    assert labels() == ["first", "second", "third"]
+    assert (row(message).status, row(message).attempts) == (MessageStatus.SENT, 3)
+
+
+def test_a_message_that_is_published_twice_has_one_effect() -> None:
+    effect("mail", "t")
+    message = send("t", 1)
+    outbox.relay()
+    OutboxMessage.objects.update(status=MessageStatus.PENDING)  # as if the mark had been lost
+    make_due()
+    assert outbox.relay() == outbox.Summary(sent=1)
+    assert labels() == ["mail"]
+    operation = Operation.objects.get(key=str(message.message_id))
+    assert (operation.scope, operation.name, operation.attempt) == ("outbox|mail", "mail", 1)
+
+
+def test_the_effects_of_a_failed_handler_are_rolled_back_with_the_messages_it_wrote() -> None:
+    fault = Fault(ValueError())
+
+    @outbox.handler("order.paid")
+    def ship(message: outbox.Message) -> None:
+        Effect.objects.create(label="ship")
+        outbox.enqueue("order.shipped", message.payload)
+        fault()
+
+    effect("shipped", "order.shipped")
+    send("order.paid", 1)
+    outbox.relay()
+    assert labels() == []
+    assert list(statuses()) == ["order.paid"]
+    make_due()
+    outbox.relay()
+    assert labels() == ["ship", "shipped"]
+    shipped = OutboxMessage.objects.get(topic="order.shipped")
+    assert shipped.operation is not None
+    assert shipped.operation.name == f"{ship.__module__}.{ship.__qualname__}"[:200]
+
+
+def test_a_permanent_failure_waits_until_nothing_else_can_be_retried() -> None:
+    closed = outbox.PermanentFailure("closed")
+    effect("dead", "t", fault=Fault(closed, closed))
+    effect("slow", "t", fault=Fault(outbox.RetryAfter(1)))
+    message = send("t", 1)
+    assert outbox.relay() == outbox.Summary(retried=1)
+    make_due()
+    assert outbox.relay() == outbox.Summary(dead=1)
+    assert labels() == ["slow"]
+    assert row(message).last_error == "PermanentFailure: closed"
+
+
+def test_a_redriven_message_runs_only_the_handlers_that_had_failed_even_with_a_mended_payload() -> (
+    None
+):
+    effect("fine", "t")
+    effect("broken", "t", fault=Fault(outbox.PermanentFailure("no")))
+    message = send("t", 1)
+    outbox.relay()
+    dead = OutboxMessage.objects.filter(status=MessageStatus.DEAD)
+    dead.update(payload="2")
+    outbox.redrive(dead)
+    assert outbox.relay() == outbox.Summary(sent=1)
+    assert list(Effect.objects.order_by("pk").values_list("label", "amount")) == [
+        ("fine", 1),
+        ("broken", 2),
+    ]
+    assert row(message).status == MessageStatus.SENT
+
+
+def test_a_topic_without_a_handler_fails_alone_until_one_is_deployed() -> None:
+    effect("known", "known")
+    send("unknown", 1)
+    send("known", 1)
+    assert outbox.relay() == outbox.Summary(sent=1, retried=1)
+    unknown = OutboxMessage.objects.get(topic="unknown")
+    assert unknown.last_error == "UnknownTopic: no handler for topic 'unknown'"
+    effect("late", "unknown")
+    make_due()
+    outbox.relay()
+    assert labels() == ["known", "late"]
+
+
+@pytest.mark.django_db(transaction=True, databases=["default", "other"])
+def test_a_handler_commits_with_the_database_of_its_effects() -> None:
+    effect("here", "t", using="other", fault=Fault(ValueError()))
+    message = send("t", 1)
+    outbox.relay()
+    assert labels("other") == []
+    make_due()
+    outbox.relay()
+    assert labels("other") == ["here"]
+    assert Operation.objects.using("other").filter(key=str(message.message_id)).count() == 1
+    assert not Operation.objects.using("default").exists()
+
+
+def test_the_running_handler_is_the_current_operation() -> None:
+    seen = []
+    outbox.handler("t", name="look")(lambda message: seen.append(engine.current()))
+    send("t", 1)
+    outbox.relay()
+    assert [operation.name for operation in seen] == ["look"]
+
+
+def test_handlers_are_found_in_the_outbox_handlers_module_of_an_app() -> None:
+    sys.modules.pop("tests.app.outbox_handlers", None)
+    handlers._discover.cache_clear()
+    send("testapp.discovered", 1)
+    assert outbox.relay() == outbox.Summary(sent=1)
+    assert labels() == ["discovered"]
+
+
+def test_two_handlers_cannot_share_a_name() -> None:
+    def one(message: outbox.Message) -> None: ...
+    def two(message: outbox.Message) -> None: ...
+
+    outbox.handler("a", name="taken")(one)
+    outbox.handler("b", name="taken")(one)  # a module imported again
+    with pytest.raises(ConfigurationError, match="Two outbox handlers are named 'taken'"):
+        outbox.handler("a", name="taken")(two)
+    with pytest.raises(ConfigurationError, match="Name the topics"):
+        outbox.handler()
