@@ -2,7 +2,9 @@
 
 SQLite and PostgreSQL always run. PostgreSQL is the server that DATABASE_URL names, else a private one.
 MariaDB runs when DATABASE_URL or MARIADB_URL names one, or when it is installed. With
-REQUIRE_ALL_DATABASES=1 a database that is missing, and every skipped test, is a failure.
+REQUIRE_ALL_DATABASES=1 a database that is missing, and every skipped test, is a failure. JOBS (2 on a
+machine with two processors or more) says how many databases run at the same time; each has servers and
+files of its own.
 """
 
 import argparse
@@ -10,14 +12,17 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import time
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
+from typing import IO
 
 from tests.servers import mariadb, postgresql
 from tests.servers.base import REPOSITORY, ServerError, process_is_alive
@@ -27,6 +32,7 @@ SCHEMES = {
     "mariadb": ("mysql", "mysql2", "mariadb", "mysqlgis"),
 }
 SERVERS: dict[str, ModuleType] = {"postgresql": postgresql, "mariadb": mariadb}
+NO_TESTS_COLLECTED = 5  # pytest's exit code when a selection such as `-k` matches nothing
 NAMES = {"sqlite": "SQLite", "postgresql": "PostgreSQL", "mariadb": "MariaDB"}
 
 
@@ -39,7 +45,7 @@ class Result:
     failed: int = 0
     skipped: int = 0
     seconds: float = 0.0
-    remark: str = ""
+    remark: str = ""  # instead of the counts
 
     def __str__(self) -> str:
         counts = f"{self.passed} passed, {self.failed} failed, {self.skipped} skipped"
@@ -71,7 +77,7 @@ def database_url(database: str, *, fsync: bool) -> Iterator[str | None]:
         yield server.url()
 
 
-def run_suite(database: str, url: str | None, arguments: list[str]) -> Result:
+def run_suite(database: str, url: str | None, arguments: list[str], output: IO[str]) -> Result:
     """Run pytest once and count. Anything but a normal end with a report counts as one failure."""
     report = REPOSITORY / ".var" / f"report-{os.getpid()}-{database}.xml"
     environment = {
@@ -90,18 +96,17 @@ def run_suite(database: str, url: str | None, arguments: list[str]) -> Result:
         ],
         cwd=REPOSITORY,
         env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
         check=False,
     )
     result = read_report(database, report)
     result.seconds = time.monotonic() - started
-    if process.returncode == pytest_no_tests and arguments:
-        return result
-    if process.returncode and not result.failed:
-        result.failed = 1
+    selected_nothing = process.returncode == NO_TESTS_COLLECTED and bool(arguments)
+    if process.returncode and not selected_nothing:
+        result.failed = max(result.failed, 1)
     return result
-
-
-pytest_no_tests = 5  # the exit code when a selection such as `-k` matches nothing
 
 
 def read_report(database: str, report: Path) -> Result:
@@ -134,17 +139,45 @@ def missing(database: str) -> Result:
     )
 
 
-def run_on(database: str, arguments: list[str]) -> Result:
+def run_on(database: str, arguments: list[str], output: IO[str]) -> Result:
+    """Start what is needed, run the suite, stop it. All that there is to say goes to `output`."""
     try:
         with database_url(database, fsync=os.environ.get("FSYNC") == "on") as url:
             if url is None and database in SERVERS:
                 return missing(database)
             place = "" if url is None else (" (given)" if given_url(database) else " (private)")
-            say(f"\n{'=' * 30} {NAMES[database]}{place} {'=' * 30}")
-            return run_suite(database, url, arguments)
+            print(f"\n{'=' * 30} {NAMES[database]}{place} {'=' * 30}", file=output, flush=True)
+            return run_suite(database, url, arguments, output)
     except (ServerError, LookupError) as error:
-        say(f"\n{NAMES[database]}: {error}")
+        print(f"\n{NAMES[database]}: {error}", file=output)
         return Result(database, failed=1, remark="FAILED: the server did not start, see above")
+    finally:
+        output.close()
+
+
+def run_all(databases: list[str], arguments: list[str], jobs: int) -> list[Result]:
+    """Run on each database, `jobs` at a time, and show their output one after the other."""
+    with tempfile.TemporaryDirectory() as directory, ThreadPoolExecutor(jobs) as pool:
+        outputs = [Path(directory) / database for database in databases]
+        futures = [
+            pool.submit(run_on, database, arguments, output.open("w"))
+            for database, output in zip(databases, outputs, strict=True)
+        ]
+        for output, future in zip(outputs, futures, strict=True):
+            show(output, future)
+        return [future.result() for future in futures]
+
+
+def show(output: Path, future: Future[Result]) -> None:
+    """Copy what is written to `output` to the terminal until the run has ended."""
+    with output.open(errors="replace") as reader:
+        ended = False
+        while not ended:
+            ended = future.done()  # asked first: what is written before the end is read after it
+            sys.stdout.write(reader.read())
+            sys.stdout.flush()
+            if not ended:
+                time.sleep(0.2)
 
 
 def parse(arguments: list[str]) -> tuple[list[str], list[str]]:
@@ -173,7 +206,8 @@ def main(arguments: list[str]) -> int:
     sweep_files(REPOSITORY / ".var")
     python = ".".join(map(str, sys.version_info[:3]))
     say(f"Python {python}, Django {version('django')}, databases: {', '.join(databases)}")
-    results = [run_on(database, pytest_arguments) for database in databases]
+    jobs = int(os.environ.get("JOBS") or min(2, os.cpu_count() or 1))
+    results = run_all(databases, pytest_arguments, jobs)
     say("\nSummary")
     for result in results:
         say(str(result))

@@ -20,6 +20,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 START_SECONDS = 60
 STOP_SECONDS = 30
 PR_SET_PDEATHSIG = 1
+LIBC = ctypes.CDLL(None)  # loaded here: little may be done between fork and exec
 
 
 class ServerError(Exception):
@@ -56,7 +57,7 @@ def reachable_by_others(path: Path) -> bool:
 def die_with_parent() -> None:
     """In the child, before it becomes the server: end when the test process ends (Linux only)."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def process_is_alive(pid: int) -> bool:
