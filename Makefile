@@ -2,10 +2,9 @@
 
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
 	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$$p"; break; }; done)
-VENV ?= .venv
+# DJANGO=6.0 takes another Django series than the one that belongs to the Python version.
+VENV ?= $(if $(DJANGO),.venv-django$(DJANGO),.venv)
 BIN := $(VENV)/bin
-# Another Django series than the one that belongs to the Python version, for example DJANGO=6.0.
-DJANGO ?=
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
