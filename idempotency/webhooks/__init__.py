@@ -1,0 +1,23 @@
+"""Webhooks in: verified over the exact bytes, then each handler once per delivery."""
+
+from .verifiers import (
+    BadSignature,
+    HmacVerifier,
+    StandardWebhooksVerifier,
+    StripeVerifier,
+    github,
+    shopify,
+)
+from .views import Delivery, NotYet, WebhookView
+
+__all__ = [
+    "BadSignature",
+    "Delivery",
+    "HmacVerifier",
+    "NotYet",
+    "StandardWebhooksVerifier",
+    "StripeVerifier",
+    "WebhookView",
+    "github",
+    "shopify",
+]
