@@ -344,7 +344,7 @@ def test_the_number_of_queries_does_not_grow_with_the_story(staff: Client, setti
         ({"status": Status.FAILED}, "Failed", "trying again changes nothing"),
         ({"status": Status.REVERSED}, "Reversed", "undone again"),
         ({"status": Status.REQUIRES_ACTION}, "Requires action", "confirming a payment"),
-        ({"status": Status.RECONCILING}, "Outcome unknown", "No: not with another key"),
+        ({"status": Status.RECONCILING}, "Reconciling", "No: not with another key"),
         (
             {"status": Status.PROCESSING, "stepwise": True, "lease_expires_at": FUTURE},
             "Being executed",

@@ -16,6 +16,7 @@ from django.http import Http404, HttpRequest, HttpResponse
 from django.template.response import TemplateResponse
 from django.urls import URLPattern, path, reverse
 from django.utils.html import format_html
+from django.utils.text import capfirst
 from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
@@ -41,7 +42,7 @@ else:
 class OperationAdmin(BaseAdmin):
     """Read-only. A stored response is shown to holders of `idempotency.view_operation_body` only."""
 
-    list_display = ("short_key", "state", "name", "scope", "attempt", "created_at", "finished_at")
+    list_display = ("short_key", "state", "scope", "created")
     list_filter = ("status",)
     list_per_page = 50
     ordering = ("-created_at", "-pk")
@@ -118,7 +119,24 @@ class OperationAdmin(BaseAdmin):
     @admin.display(description=_("state"))
     def state(self, operation: Operation) -> str:
         label, look = story.STATES[story.state_in_list(operation)]
-        return format_html('<span class="idempotency-state {}">{}</span>', look, label)
+        attempts = "" if operation.attempt == 1 else f" · {gettext('attempt')} {operation.attempt}"
+        return format_html(
+            '<span class="idempotency-state {}">{}</span> <small>{}{}</small>',
+            look,
+            label,
+            operation.name,
+            attempts,
+        )
+
+    @admin.display(description=_("created"))
+    def created(self, operation: Operation) -> str:
+        return story.when(operation.created_at)
+
+    def changelist_view(
+        self, request: HttpRequest, extra_context: dict[str, Any] | None = None
+    ) -> HttpResponse:
+        title = capfirst(self.opts.verbose_name_plural)
+        return super().changelist_view(request, {"title": title, **(extra_context or {})})
 
     # One operation.
 
@@ -145,25 +163,16 @@ class OperationAdmin(BaseAdmin):
             operation.__dict__["may_show_body"] = self.has_view_body_permission(request)
         return operation
 
-    def change_view(
-        self,
-        request: HttpRequest,
-        object_id: str,
-        form_url: str = "",
-        extra_context: dict[str, Any] | None = None,
-    ) -> HttpResponse:
-        return super().change_view(
-            request, object_id, form_url, {**(extra_context or {}), "subtitle": None}
-        )
-
     def render_change_form(
         self, request: HttpRequest, context: dict[str, Any], *args: Any, **kwargs: Any
     ) -> HttpResponse:
         operation = context["original"]
         events = _children(Event, operation)
         context |= {
+            "title": operation.name,
             "verdict": story.verdict(operation, story.state(operation), events),
             "timeline": story.timeline(operation, events),
+            "subtitle": None,
             "is_cut": len(events) >= min(conf.EVENTS_PER_OPERATION or 1, MOST),
             "references": _children(Reference, operation),
             "steps": _children(Step, operation, "result"),

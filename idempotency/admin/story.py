@@ -8,7 +8,6 @@ from datetime import datetime
 from typing import Any
 
 from django.db import DatabaseError, connections, transaction
-from django.utils.formats import date_format
 from django.utils.timezone import localtime
 from django.utils.translation import gettext, ngettext
 from django.utils.translation import gettext_lazy as _
@@ -24,7 +23,7 @@ STATES: dict[str, tuple[Any, str]] = {
     "failed": (_("Failed"), BAD),
     "requires_action": (_("Requires action"), WAITING),
     "reversed": (_("Reversed"), OVER),
-    "reconciling": (_("Outcome unknown"), BAD),
+    "reconciling": (_("Reconciling"), BAD),
     "processing": (_("Processing"), WAITING),
     "executing": (_("Being executed"), WAITING),
     "interrupted": (_("Interrupted"), BAD),
@@ -64,6 +63,10 @@ class Moment:
     text: str
     detail: str = ""
     look: str = ""
+
+    @property
+    def shown(self) -> str:
+        return when(self.time)
 
 
 def state_in_list(operation: Operation) -> str:
@@ -110,10 +113,10 @@ def verdict(operation: Operation, state: str, events: Iterable[Event]) -> Verdic
     """The state in words. `operation.over` and `operation.gone` say whether window and tombstone are."""
     window, gone = getattr(operation, "over", False), getattr(operation, "gone", False)
     until = {
-        "expires": _when(operation.expires_at),
-        "tombstone": _when(operation.tombstone_until),
-        "due": _when(operation.due_at),
-        "finished": _when(operation.finished_at),
+        "expires": when(operation.expires_at),
+        "tombstone": when(operation.tombstone_until),
+        "due": when(operation.due_at),
+        "finished": when(operation.finished_at),
     }
     texts = {
         "executing": (
@@ -133,7 +136,10 @@ def verdict(operation: Operation, state: str, events: Iterable[Event]) -> Verdic
             gettext("Its transaction was rolled back: nothing of this attempt was saved.")
             if not operation.stepwise
             else gettext("Finished steps are kept; the next attempt goes on after them."),
-            gettext("Yes, with the same key: the next retry runs it at once."),
+            gettext(
+                "Yes, with the same key: the next retry runs it at once, or has it checked first if "
+                "its policy says so."
+            ),
         ),
         "retriable": (
             gettext("The last attempt failed, and nobody executes it now."),
@@ -148,12 +154,12 @@ def verdict(operation: Operation, state: str, events: Iterable[Event]) -> Verdic
             gettext("No: not with another key, or the effects may come twice."),
         ),
         "succeeded": (
-            gettext("Done once, on %(finished)s.") % until,
+            gettext("Done once, at %(finished)s.") % until,
             _replays(events),
             "",
         ),
         "failed": (
-            gettext("Refused for good on %(finished)s; trying again changes nothing.") % until,
+            gettext("Refused for good at %(finished)s; trying again changes nothing.") % until,
             _replays(events),
             "",
         ),
@@ -163,7 +169,7 @@ def verdict(operation: Operation, state: str, events: Iterable[Event]) -> Verdic
             "",
         ),
         "reversed": (
-            gettext("Done, and undone again on %(finished)s.") % until,
+            gettext("Done, and undone again at %(finished)s.") % until,
             _replays(events),
             "",
         ),
@@ -171,7 +177,7 @@ def verdict(operation: Operation, state: str, events: Iterable[Event]) -> Verdic
     headline, explanation, retry = texts[state]
     if not retry:
         if gone:
-            retry = gettext("It would be done again: the key was forgotten on %(tombstone)s.")
+            retry = gettext("It would be done again: the key was forgotten at %(tombstone)s.")
         elif window:
             retry = gettext("It is refused until %(tombstone)s: the answer is no longer kept.")
         else:
@@ -233,5 +239,6 @@ def _moment(event: Event) -> Moment:
     )
 
 
-def _when(time: datetime | None) -> str:
-    return "" if time is None else date_format(localtime(time), "DATETIME_FORMAT")
+def when(time: datetime | None) -> str:
+    """A time as logs write it: people compare the two."""
+    return "" if time is None else f"{localtime(time):%Y-%m-%d %H:%M:%S}"
