@@ -20,6 +20,12 @@ BEAT_SCHEDULE: dict[str, dict[str, Any]] = {
         "kwargs": {"max_seconds": 300},
         "options": {"expires": 600},
     },
+    "idempotency-relay-outbox": {
+        "task": "idempotency.tasks.relay_outbox",
+        "schedule": 10.0,
+        "kwargs": {"max_seconds": 60},
+        "options": {"expires": 10},
+    },
 }
 
 
@@ -38,3 +44,16 @@ def purge_expired(
 
     size = retention.BATCH_SIZE if batch_size is None else batch_size
     return asdict(retention.purge(using, batch_size=size, max_seconds=max_seconds))
+
+
+@shared_task(name="idempotency.tasks.relay_outbox", ignore_result=True)  # type: ignore[untyped-decorator]
+def relay_outbox(using: str | None = None, max_seconds: float | None = None) -> dict[str, int]:
+    """`outbox.relay()`, for projects that run no `manage.py relay_outbox`. Runs may overlap.
+
+    Returns the number of messages by what happened to them.
+    """
+    from dataclasses import asdict
+
+    from . import outbox
+
+    return asdict(outbox.relay(using=using, max_seconds=max_seconds))

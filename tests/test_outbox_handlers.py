@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from django.core.management import CommandError, call_command
 
 from idempotency import engine, outbox
 from idempotency.exceptions import ConfigurationError
@@ -196,3 +197,40 @@ def test_two_handlers_cannot_share_a_name() -> None:
         outbox.handler("a", name="taken")(two)
     with pytest.raises(ConfigurationError, match="Name the topics"):
         outbox.handler()
+
+
+def test_the_beat_task_relays_what_is_due() -> None:
+    from idempotency.tasks import BEAT_SCHEDULE, relay_outbox
+
+    effect("mail", "t")
+    send("t", 1)
+    entry = BEAT_SCHEDULE["idempotency-relay-outbox"]
+    assert entry["task"] == relay_outbox.name
+    assert relay_outbox(**entry["kwargs"]) == {"sent": 1, "retried": 0, "dead": 0}
+    assert labels() == ["mail"]
+
+
+def test_the_command_relays_once_and_says_what_it_did(capsys: pytest.CaptureFixture[str]) -> None:
+    effect("mail", "t")
+    for number in range(3):
+        send("t", number)
+    send("unknown", 1)
+    call_command("relay_outbox", once=True, batch_size=2)
+    assert capsys.readouterr().out == "3 sent, 1 to be tried again, 0 dead letters.\n"
+    assert labels() == ["mail"] * 3
+
+
+@pytest.mark.django_db(transaction=True, databases=["default", "other"])
+def test_the_command_relays_the_database_it_is_told() -> None:
+    effect("mail", "t")
+    send("t", 1, using="other")
+    call_command("relay_outbox", once=True, database="other", verbosity=0)
+    assert labels("other") == ["mail"]
+
+
+def test_the_command_refuses_options_that_make_no_sense(settings: Any) -> None:
+    with pytest.raises(CommandError, match=r"--batch-size must be more than 0\."):
+        call_command("relay_outbox", once=True, batch_size=0)
+    settings.IDEMPOTENCY = {"OUTBOX_PUBLISHER": "shop.no_such_module.publisher"}
+    with pytest.raises(CommandError, match="OUTBOX_PUBLISHER"):
+        call_command("relay_outbox", once=True)

@@ -10,7 +10,7 @@ the same id; one of a rolled-back transaction never is. Consumers deduplicate by
 """
 
 from .handlers import handler
-from .messages import Message, PermanentFailure, RetryAfter, enqueue
+from .messages import Message, PermanentFailure, PublishFailed, RetryAfter, enqueue
 from .publishers import Publisher, UnknownTopic, by_topic
 from .relays import Relay, Summary, relay
 from .upkeep import Backlog, backlog, purge_dead, purge_sent, redrive
@@ -19,6 +19,7 @@ __all__ = [
     "Backlog",
     "Message",
     "PermanentFailure",
+    "PublishFailed",
     "Publisher",
     "Relay",
     "RetryAfter",

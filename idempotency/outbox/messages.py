@@ -29,22 +29,23 @@ MAX_ORDERING_KEY = 255
 MAX_KEY = 1000
 
 
-class RetryAfter(IdempotencyError):
-    """Raised by a publisher or handler: try this message again in `seconds`, not before.
+class PublishFailed(IdempotencyError):
+    """Raised by a publisher or handler that can say why: the message is tried again after a back-off.
 
-    It counts as an attempt. `reason` is shown to operators; keep personal data out of it.
+    The text is shown to operators, unlike that of other exceptions; keep personal data out of it.
     """
+
+
+class RetryAfter(PublishFailed):
+    """Raised by a publisher or handler: try this message again in `seconds`, which counts as an attempt."""
 
     def __init__(self, seconds: float, reason: str = "") -> None:
         super().__init__(reason or f"again in {seconds:g} s")
         self.seconds = max(0.0, float(seconds))
 
 
-class PermanentFailure(IdempotencyError):
-    """Raised by a publisher or handler: no retry can help, the message is a dead letter now.
-
-    The text is shown to operators; keep personal data out of it.
-    """
+class PermanentFailure(PublishFailed):
+    """Raised by a publisher or handler: no retry can help, the message is a dead letter now."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 from django.utils.module_loading import import_string
 
-from ..exceptions import ConfigurationError, IdempotencyError
-from .messages import Message
+from ..exceptions import ConfigurationError
+from .messages import Message, PublishFailed
 
 Publish = Callable[[Message], Any]
 
@@ -25,7 +25,7 @@ class Publisher(Protocol):
     def publish(self, message: Message, /) -> Any: ...
 
 
-class UnknownTopic(IdempotencyError):
+class UnknownTopic(PublishFailed):
     """Nothing takes messages of this topic, here and now; another deploy may."""
 
 

@@ -19,8 +19,8 @@ from ..conf import conf
 from ..models import describe_error
 from . import clock
 from .claims import Claim, claim
-from .messages import Message, PermanentFailure, RetryAfter
-from .publishers import Publish, Publisher, UnknownTopic, resolve
+from .messages import Message, PermanentFailure, PublishFailed, RetryAfter
+from .publishers import Publish, Publisher, resolve
 
 logger = logging.getLogger("idempotency")
 
@@ -254,6 +254,6 @@ class _Batch:
 
 def describe(error: Exception) -> str:
     """What an operator reads about a failed attempt, at most 255 characters."""
-    if isinstance(error, RetryAfter | PermanentFailure | UnknownTopic) and str(error):
+    if isinstance(error, PublishFailed) and str(error):
         return f"{type(error).__name__}: {error}"[:255]
     return describe_error(error)
