@@ -31,6 +31,7 @@ from django.db import (
 )
 
 from . import db, keys, scopes, signals
+from .aio import in_thread
 from .conf import conf
 from .exceptions import (
     ConfigurationError,
@@ -141,30 +142,6 @@ def _discard(begun: Execution | Replay) -> None:
         begun.fail(asyncio.CancelledError())
 
 
-async def in_thread(
-    function: Callable[..., T], *args: Any, discard: Callable[[T], Any] | None = None
-) -> T:
-    """Call a sync function in the request's thread, to its end even if the caller is cancelled.
-
-    A thread cannot be interrupted: cancellation is raised when the call is over. `discard` gets the
-    result that nobody will see then.
-    """
-    task = asyncio.ensure_future(sync_to_async(function)(*args))
-    cancelled: asyncio.CancelledError | None = None
-    while not task.done():
-        try:
-            await asyncio.wait([task])
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if cancelled is None:
-        return task.result()
-    if task.exception() is not None:
-        logger.debug("cancelled, and failed meanwhile", exc_info=task.exception())
-    elif discard is not None:
-        await in_thread(discard, task.result())
-    raise cancelled
-
-
 def _pauses(intent: Intent) -> Iterator[float]:
     """Growing pauses that add up to the policy's wait."""
     if connections[intent.policy.using].in_atomic_block:
@@ -211,7 +188,8 @@ def _try(intent: Intent) -> AnyExecution | Replay:
     fresh._state.db = policy.using
     cause: BaseException | None = None
     for round_ in range(CLAIM_ROUNDS):
-        time.sleep(0.001 * round_)
+        if round_:
+            time.sleep(0.001 * round_)
         try:
             operation = _claim(fresh, intent)
             if operation is None:
@@ -250,12 +228,12 @@ def _claim(fresh: Operation, intent: Intent) -> Operation | Replay | None:
         return fresh
     if found.scope != fresh.scope or found.key != fresh.key:  # SHA-256 would have collided
         raise IdempotencyError(f"operation {found.pk} belongs to another key")
-    if found.is_final and found.forgotten:
+    if found.is_final and found.forgotten and not found.is_waiting:
         return fresh if _renew(fresh, intent) else found
     if not intent.fingerprint.matches(found.fingerprint):
         _refuse(found, Mismatch(operation_id=found.pk))
     if found.is_final:
-        if found.expired:
+        if found.expired and not found.is_waiting:
             _refuse(found, KeyExpired(operation_id=found.pk))
         return _replay(found, policy)
     if found.status == Status.RECONCILING:
@@ -286,6 +264,7 @@ def _renew(fresh: Operation, intent: Intent) -> bool:
         )
         db.execute(policy.using, "renew", values, fresh.pk)
         db.execute(policy.using, "forget_steps", (), fresh.pk)
+        db.execute(policy.using, "forget_references", (), fresh.pk)
         db.add_event(policy.using, fresh.pk, EventKind.RENEWED, fresh.attempt, "")
     return True
 
@@ -295,7 +274,7 @@ def _execute(operation: Operation, intent: Intent, *, is_ours: bool) -> AnyExecu
     if intent.policy.stepwise:
         if is_ours:  # the claim itself took the lease
             return StepwiseExecution(operation, intent.policy, resumed=False)
-        return _lease(operation, intent)
+        return lease(operation, intent.policy)
     using = intent.policy.using
     pauses = iter(LOCK_PAUSES)
     while True:
@@ -324,7 +303,7 @@ def _execute(operation: Operation, intent: Intent, *, is_ours: bool) -> AnyExecu
 
 def _take_over_plain(operation: Operation, locked: db.Locked, intent: Intent) -> bool:
     """Take an interrupted or failed operation over. False: what was written must commit first."""
-    if _is_unsafe(operation, locked, intent):
+    if _is_unsafe(operation, locked, intent.policy):
         _reconcile(operation, locked)
         return False
     if intent.give_up is None:
@@ -342,21 +321,23 @@ def _take_over_plain(operation: Operation, locked: db.Locked, intent: Intent) ->
     return False
 
 
-def _lease(operation: Operation, intent: Intent) -> StepwiseExecution | None:
-    """Continue a stepwise operation whose lease was given back or has lapsed."""
-    policy = intent.policy
+def lease(operation: Operation, policy: Resolved) -> StepwiseExecution | None:
+    """Continue a stepwise operation whose lease was given back or has lapsed.
+
+    None: the row changed since `operation` was read. Raises InProgress while another has the lease.
+    """
     with transaction.atomic(policy.using):
         locked = db.lock(policy.using, operation.pk)
         if locked is None or (locked.leased and _is_unchanged(operation, locked)):
             _in_progress(operation)
         if not _is_unchanged(operation, locked):
             return None
-        if _is_unsafe(operation, locked, intent):
+        if _is_unsafe(operation, locked, policy):
             _reconcile(operation, locked)
             return None
         _take_over(operation, locked)
-        lease = policy.lease.total_seconds()
-        values = (operation.attempt, operation.owner, True, lease, lease)
+        seconds = policy.lease.total_seconds()
+        values = (operation.attempt, operation.owner, True, seconds, seconds)
         db.execute(policy.using, "lease", values, operation.pk)
     return StepwiseExecution(operation, policy, resumed=True)
 
@@ -366,11 +347,7 @@ def _compensate(execution: StepwiseExecution) -> Replay | None:
     outcome = execution.pending_compensation()
     if outcome is None:
         return None
-    try:
-        execution.complete(outcome)
-    except BaseException as error:
-        execution.fail(error)
-        raise
+    execution.complete(outcome)
     return _replay(execution.operation, execution.policy)
 
 
@@ -383,9 +360,9 @@ def _is_unchanged(operation: Operation, locked: db.Locked | None) -> TypeGuard[d
     )
 
 
-def _is_unsafe(operation: Operation, locked: db.Locked, intent: Intent) -> bool:
+def _is_unsafe(operation: Operation, locked: db.Locked, policy: Resolved) -> bool:
     """Whether the executor vanished, and the policy says that only a reconciler knows what it did."""
-    if intent.policy.on_interrupted == "rerun" or locked.last_error:
+    if policy.on_interrupted == "rerun" or locked.last_error:
         return False
     if not locked.started:
         _in_progress(operation)  # it may be between its claim and its lock
