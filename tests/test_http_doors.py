@@ -807,3 +807,67 @@ def test_a_first_request_costs_three_statements_more_and_a_replay_two():
     assert len(first) == len(plain) + 3 + reads_first
     assert len(replay) == authentication + 2
     assert Event.objects.count() == 1
+
+
+# Stepwise operations over HTTP
+
+outages: list[str] = []
+
+
+def charge(key):
+    if outages:
+        raise ConnectionError(outages.pop())
+    return {"charge": key}
+
+
+@route
+@idempotent(stepwise=True)
+def checkout(request):
+    """Reserves, charges a provider, and then fails or loses its lease if asked to."""
+    operation = request.operation
+    reserved = operation.step("reserve", leave_effect, request)
+    key = operation.derive_key("charge")
+    paid = operation.call("charge", charge, key, repeatable="repeatable" in request.GET)
+    if "overtaken" in request.GET:
+        Operation.objects.filter(pk=operation.pk).update(owner="somebody else")
+    if "fail" in request.GET and first_try(request):
+        raise ZeroDivisionError
+    return JsonResponse({"reserved": reserved, **paid}, status=201)
+
+
+def test_a_stepwise_view_continues_after_its_last_step():
+    """F14, F09: the retry after a failure repeats neither the step nor the charge."""
+    first, second, count = twice("/checkout/?fail")
+
+    assert (first.status_code, second.status_code, count) == (500, 201, 1)
+    assert second.json() == {
+        "reserved": Effect.objects.get().pk,
+        "charge": Operation.objects.get().derive_key("charge"),
+    }
+
+
+def test_a_charge_that_may_have_happened_is_409_outcome_unknown():
+    """Hard case 7, R67, R68: neither failed nor run again; the client waits with the same key."""
+    outages.append("timed out")
+    first, second, count = twice("/checkout/")
+
+    for answer in (first, second):
+        assert (answer.status_code, problem(answer)) == (409, "outcome-unknown")
+        assert answer.json()["key_action"] == "wait"
+    assert count == 1
+    assert Operation.objects.get().status == "reconciling"
+
+
+def test_a_repeatable_charge_is_repeated_by_the_retry():
+    """Hard case 8: the provider recognizes the derived key."""
+    outages.append("timed out")
+    first, second, count = twice("/checkout/?repeatable")
+    assert (first.status_code, second.status_code, count) == (500, 201, 1)
+
+
+def test_an_overtaken_executor_answers_in_progress():
+    """Hard case 3: its end is not recorded; whoever owns the operation now has the outcome."""
+    response = send(login(), "/checkout/?overtaken", new_key())
+
+    assert (response.status_code, problem(response)) == (409, "in-progress")
+    assert Operation.objects.get().status == "processing"

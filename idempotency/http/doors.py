@@ -12,6 +12,7 @@ from django.db import connections, transaction
 from django.http.response import HttpResponseBase
 
 from .. import engine
+from ..aio import in_thread
 from ..conf import conf
 from ..exceptions import InProgress, LeaseLost, MissingKey, NotFinal, Refusal
 from ..executions import raise_translated
@@ -116,14 +117,14 @@ async def aprotect(
             return await view()  # Django has no ATOMIC_REQUESTS for async views: nothing to restore
         begun = await engine.abegin(intent)
         if isinstance(begun, engine.Replay):
-            return await engine.in_thread(show, begun, request, policy)
+            return await in_thread(show, begun, request, policy)
         request.operation = begun.operation
         with engine.running(begun.operation):
             try:
                 response = await view()
             except BaseException as error:
-                await engine.in_thread(give_up, begun, error)
-            return await engine.in_thread(finish, begun, response)
+                await in_thread(give_up, begun, error)
+            return await in_thread(finish, begun, response)
     except Refusal as refusal:
         return await sync_to_async(problem)(refusal, request)
 
