@@ -33,17 +33,19 @@ BEAT_SCHEDULE: dict[str, dict[str, Any]] = {
 def purge_expired(
     using: str | None = None, batch_size: int | None = None, max_seconds: float | None = None
 ) -> dict[str, Any]:
-    """`retention.purge()`: schedule it once for every database that holds operations.
+    """`retention.purge()` and `outbox.purge_sent()`: schedule it for every database with operations.
 
-    `using` is the database alias (default: the `USING` setting), `max_seconds` stops the run early;
-    the next one goes on. Returns the number of rows by what happened to them.
+    `using` is the database alias (default: the `USING` setting), `max_seconds` stops each of the two
+    early; the next run goes on. Returns the number of rows by what happened to them.
     """
     from dataclasses import asdict
 
-    from . import retention
+    from . import outbox, retention
 
     size = retention.BATCH_SIZE if batch_size is None else batch_size
-    return asdict(retention.purge(using, batch_size=size, max_seconds=max_seconds))
+    purged = asdict(retention.purge(using, batch_size=size, max_seconds=max_seconds))
+    purged["messages"] = outbox.purge_sent(using, batch_size=size, max_seconds=max_seconds)
+    return purged
 
 
 @shared_task(name="idempotency.tasks.relay_outbox", ignore_result=True)  # type: ignore[untyped-decorator]

@@ -128,6 +128,7 @@ WRONG = {
     "DOCUMENTATION_URL": "see <docs>",
     "RETRY_AFTER": 0.5,
     "EVENTS_PER_OPERATION": None,
+    "RECONCILE_MAX_AGE": 0,
     "OUTBOX_PUBLISHER": None,
     "OUTBOX_BATCH_SIZE": 0,
     "OUTBOX_INTERVAL": 0,

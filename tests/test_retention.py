@@ -60,6 +60,19 @@ def make(
     return Operation.objects.using(using).create(**{**fields, **values})
 
 
+def make_message(**values: Any) -> OutboxMessage:
+    """A message that was sent long ago."""
+    fields = {
+        "message_id": uuid.uuid4(),
+        "topic": "order.created",
+        "payload": "{}",
+        "status": MessageStatus.SENT,
+        "available_at": PAST,
+        "created_at": PAST,
+    }
+    return OutboxMessage.objects.create(**{**fields, **values})
+
+
 def left() -> set[str]:
     return set(Operation.objects.values_list("key", flat=True))
 
@@ -108,15 +121,7 @@ def test_what_belongs_to_an_operation_goes_with_it_and_nothing_else() -> None:
             started_at=PAST,
         )
         for status in MessageStatus.values:
-            OutboxMessage.objects.create(
-                message_id=uuid.uuid4(),
-                operation=operation,
-                topic="order.created",
-                payload="{}",
-                status=status,
-                available_at=PAST,
-                created_at=PAST,
-            )
+            make_message(operation=operation, status=status)
 
     purge()
 
@@ -136,6 +141,7 @@ def test_reconciling_and_unfinished_stepwise_operations_are_never_purged() -> No
 
     assert purge(batch_size=1) == Purged()
     assert left() == {"unknown", "steps"}
+    assert retention.overdue_since() is None
 
 
 @pytest.mark.django_db
@@ -384,9 +390,13 @@ def run(*args: str, **options: Any) -> str:
 def test_the_command_purges_and_says_what_it_did() -> None:
     make("over")
     make("tombstone", tombstone_until=FUTURE)
+    make_message()
+    make_message(status=MessageStatus.DEAD)
     out = run()
     assert "1 finished deleted, 1 reduced to tombstones, 0 interrupted deleted" in out
+    assert "1 sent messages deleted" in out
     assert left() == {"tombstone"}
+    assert OutboxMessage.objects.get().status == MessageStatus.DEAD
 
 
 @pytest.mark.django_db
@@ -401,7 +411,9 @@ def test_the_command_shows_progress_for_every_batch_when_asked() -> None:
 @pytest.mark.django_db
 def test_the_commands_dry_run_changes_nothing() -> None:
     make()
+    make_message()
     out = run("--dry-run")
+    assert OutboxMessage.objects.exists()
     assert "nothing was changed" in out
     assert "1 finished deleted" in out
     assert left() == {"k"}

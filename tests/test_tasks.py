@@ -12,15 +12,22 @@ from celery.beat import Scheduler
 
 from idempotency import tasks
 from idempotency.models import Operation
-from tests.test_retention import FUTURE, make
+from tests.test_retention import FUTURE, make, make_message
 
 
 @pytest.mark.django_db
 def test_the_task_purges_and_says_how_much() -> None:
     make("over")
     make("tombstone", tombstone_until=FUTURE)
+    make_message()
     result: Any = tasks.purge_expired.apply(kwargs={"batch_size": 10}).get()
-    assert result == {"deleted": 1, "tombstoned": 1, "interrupted": 0, "complete": True}
+    assert result == {
+        "deleted": 1,
+        "tombstoned": 1,
+        "interrupted": 0,
+        "complete": True,
+        "messages": 1,
+    }
     assert list(Operation.objects.values_list("key", flat=True)) == ["tombstone"]
 
 

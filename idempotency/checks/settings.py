@@ -131,6 +131,7 @@ RULES: dict[str, Rule] = {
     ),
     "RETRY_AFTER": (_is_count, "a whole number of seconds"),
     "EVENTS_PER_OPERATION": (_is_count, "a number of events; 0 writes none"),
+    "RECONCILE_MAX_AGE": (_is_seconds(1), _DURATION.format(1)),
     "OUTBOX_PUBLISHER": (
         lambda value: value is not None and _is_imported(value),
         "a callable or its dotted path",

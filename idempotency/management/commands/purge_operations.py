@@ -1,4 +1,4 @@
-"""`manage.py purge_operations`: remove operations whose replay window and tombstone are over."""
+"""`manage.py purge_operations`: remove operations and sent messages that are no longer needed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from django.core.management.base import BaseCommand, CommandError
 from django.db import DatabaseError, InterfaceError, connections
 
-from idempotency import retention
+from idempotency import outbox, retention
 from idempotency.conf import conf
 from idempotency.models import Operation
 
@@ -19,8 +19,9 @@ PROGRESS_EVERY = 5.0
 
 class Command(BaseCommand):
     help = (
-        "Removes operations whose replay window and tombstone are over, in small batches, next to "
-        "live traffic. May be interrupted, repeated and run more than once at the same time."
+        "Removes operations whose replay window and tombstone are over, and messages that were sent "
+        "longer ago than IDEMPOTENCY['OUTBOX_RETENTION'], in small batches, next to live traffic. "
+        "May be interrupted, repeated and run more than once at the same time."
     )
 
     def add_arguments(self, parser: ArgumentParser) -> None:
@@ -61,6 +62,11 @@ class Command(BaseCommand):
                 dry_run=options["dry_run"],
                 on_progress=self._progress,
             )
+            messages = 0
+            if purged.complete and not options["dry_run"]:
+                messages = outbox.purge_sent(
+                    using, batch_size=options["batch_size"], max_seconds=options["max_seconds"]
+                )
         except (DatabaseError, InterfaceError) as error:
             raise CommandError(
                 f"The purge of {using!r} stopped: {error}. Finished batches are kept; "
@@ -71,7 +77,8 @@ class Command(BaseCommand):
         if options["dry_run"]:
             self.stdout.write(f"Due in {using!r}, nothing was changed: {_line(purged)}.")
         else:
-            self.stdout.write(self.style.SUCCESS(f"Purged {using!r}: {_line(purged)}."))
+            done = f"{_line(purged)}, {messages} sent messages deleted"
+            self.stdout.write(self.style.SUCCESS(f"Purged {using!r}: {done}."))
             if not purged.complete:
                 self.stdout.write("The time is over and more is due; run the command again.")
 
