@@ -9,8 +9,8 @@ from typing import Any, NoReturn, ParamSpec, TypeVar, cast
 
 from asgiref.sync import iscoroutinefunction, sync_to_async
 
-from . import encoding, engine, fingerprints, keys
-from .exceptions import ConfigurationError, ResponseNotRetained, StoredFailure
+from . import db, encoding, engine, fingerprints, keys
+from .exceptions import ConfigurationError, Refusal, ResponseNotRetained, StoredFailure
 from .models import Operation, Outcome, Status
 from .policies import Policy, Resolved
 from .scopes import Scope
@@ -118,9 +118,16 @@ def intent_of(
 
 
 def run(
-    intent: engine.Intent, call: Callable[[], R], failures: tuple[type[Exception], ...] = ()
+    intent: engine.Intent,
+    call: Callable[[], R],
+    failures: tuple[type[Exception], ...] = (),
+    *,
+    never: tuple[type[BaseException], ...] = (),
 ) -> R:
-    """Return `call()`, or what it returned for this intent before."""
+    """Return `call()`, or what it returned for this intent before.
+
+    Exceptions in `never` are not final, even if `failures` names a base class of them.
+    """
     begun = engine.begin(intent)
     if isinstance(begun, engine.Replay):
         return cast("R", shown(begun))
@@ -129,7 +136,7 @@ def run(
             value = call()
             outcome = succeeded(value)
         except BaseException as error:
-            raise_failed(begun, error, failures)
+            raise_failed(begun, error, failures, never)
         begun.complete(outcome)
     return value
 
@@ -173,10 +180,13 @@ def result_of(operation: Operation, outcome: Outcome) -> Any:
 
 
 def raise_failed(
-    begun: engine.AnyExecution, error: BaseException, failures: tuple[type[Exception], ...]
+    begun: engine.AnyExecution,
+    error: BaseException,
+    failures: tuple[type[Exception], ...],
+    never: tuple[type[BaseException], ...] = (),
 ) -> NoReturn:
     """End an execution whose call raised: store a declared failure, remember any other."""
-    if not isinstance(error, failures):
+    if not isinstance(error, failures) or isinstance(error, never) or _may_pass(error):
         begun.fail(error)
         engine.raise_translated(error, begun.operation)
     begun.abort(error)
@@ -184,3 +194,8 @@ def raise_failed(
     body = encoding.dumps(str(error)).encode()
     begun.store_failure(Outcome(status=Status.FAILED, headers={FAILURE: kind}, body=body))
     raise StoredFailure(str(error), kind) from error
+
+
+def _may_pass(error: BaseException) -> bool:
+    """Whether a retry may simply succeed: such a failure is not deterministic, whatever its class."""
+    return db.is_transient(error) or (isinstance(error, Refusal) and error.retryable)

@@ -5,6 +5,10 @@ from __future__ import annotations
 import hashlib
 import re
 import uuid
+from datetime import UTC, date, datetime
+from decimal import Decimal
+from enum import Enum
+from urllib.parse import quote
 
 from .exceptions import InvalidKey
 
@@ -12,6 +16,7 @@ from .exceptions import InvalidKey
 MAX_LENGTH = 255
 
 _KEY = re.compile(r"[\x21-\x7e]+")
+_PART = "!$&'()*+,-./;<=>?@[]^_`{|}~"  # what a part of a composed key keeps: all but % and :
 _BARE = re.compile(r"[\x21\x23-\x2b\x2d-\x5b\x5d-\x7e]+")  # visible ASCII without " , \
 
 # RFC 9651 section 4.2: an Item that is a String, and the parameters that may follow it.
@@ -72,6 +77,42 @@ def validate(key: object) -> str:
     if not _KEY.fullmatch(key):
         raise InvalidKey("The key may contain visible ASCII characters only, without spaces.")
     return key
+
+
+def from_value(value: object) -> str:
+    """The key that a plain value, or a tuple or list of them, makes: 7, or ("receipt", order_id).
+
+    Takes str, int, UUID, Decimal, date, datetime (aware ones as instants) and Enum (its value). Texts that
+    no key can be, for their characters or length, become their SHA-256. Raises TypeError for
+    anything else: two objects that print alike are not the same intent.
+    """
+    if isinstance(value, tuple | list):
+        text = ":".join(quote(_text(part), safe=_PART) for part in value)
+    else:
+        text = _text(value)
+    if not text:
+        raise InvalidKey("The key is empty.")
+    if len(text) <= MAX_LENGTH and _KEY.fullmatch(text):
+        return text
+    return f"sha256:{hashlib.sha256(text.encode('utf-8', 'surrogatepass')).hexdigest()}"
+
+
+def _text(value: object) -> str:
+    if isinstance(value, Enum):
+        value = value.value
+    if isinstance(value, str):
+        return value
+    if isinstance(value, datetime) and value.tzinfo is not None:
+        value = value.astimezone(UTC)
+    if isinstance(value, date):  # also datetime
+        return value.isoformat()
+    if isinstance(value, int | Decimal | uuid.UUID) and not isinstance(value, bool):
+        return str(value)
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    raise TypeError(
+        f"A key cannot be made of a {kind}. Use plain values that name the intent: "
+        "of a model instance its primary key."
+    )
 
 
 def operation_id(scope: tuple[str, ...], key: str) -> uuid.UUID:

@@ -22,11 +22,32 @@ children. The package itself logs to the logger `idempotency`, never a key, a bo
 from __future__ import annotations
 
 import logging
+from contextvars import ContextVar
+
+#: Ids of the operations that sent the tasks this context runs; "" for a task sent outside of one.
+_senders: ContextVar[tuple[str, ...]] = ContextVar("idempotency_senders", default=())
+
+
+def sender() -> str:
+    """The id of the operation that sent the running task, or ""."""
+    senders = _senders.get()
+    return senders[-1] if senders else ""
+
+
+def push_sender(operation_id: str) -> None:
+    """A task that `operation_id` sent starts here; `pop_sender` ends it."""
+    _senders.set((*_senders.get(), operation_id))
+
+
+def pop_sender() -> None:
+    _senders.set(_senders.get()[:-1])
 
 
 class OperationFilter(logging.Filter):
-    """Adds `operation_id` and `operation_name`; both are `-` outside a protected call.
+    """Adds `operation_id`, `operation_name` and `sent_by`; they are `-` where there is none.
 
+    `sent_by` is the id of the operation that sent the running task. A task that is no operation
+    itself has it as its `operation_id` too, so one id finds the request and what followed from it.
     Lets every record pass, and leaves values that were given as `extra` alone.
     """
 
@@ -36,6 +57,8 @@ class OperationFilter(logging.Filter):
 
         operation = engine.current()
         values = record.__dict__
-        values.setdefault("operation_id", "-" if operation is None else str(operation.pk))
+        values.setdefault("sent_by", sender() or "-")
+        found = values["sent_by"] if operation is None else str(operation.pk)
+        values.setdefault("operation_id", found)
         values.setdefault("operation_name", "-" if operation is None else operation.name)
         return True
