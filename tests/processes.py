@@ -8,8 +8,8 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from django.db import connections
@@ -194,3 +194,14 @@ class Signal:
         for descriptor in (self._read, self._write):
             with suppress(OSError):
                 os.close(descriptor)
+
+
+@contextmanager
+def running(function: Callable[[], Any], inside: Signal, go_on: Signal) -> Iterator[Child]:
+    """Run `function` in a child; the block starts when it sets `inside`, and it waits for `go_on`."""
+    child = Child(function)
+    try:
+        inside.wait()
+        yield child
+    finally:
+        go_on.set()  # also when the block has failed: a child that waits holds its locks
