@@ -140,8 +140,7 @@ class Execution:
                 db.execute(using, "fail", values, operation.pk)
                 if isinstance(error, OutcomeUnknown):
                     remember_reference(operation, error)
-                if operation.event_count < conf.EVENTS_PER_OPERATION:
-                    db.add_event(using, operation.pk, kind, operation.attempt, operation.last_error)
+                db.note(using, operation, kind, operation.last_error, conf.EVENTS_PER_OPERATION)
         except (DatabaseError, InterfaceError):
             logger.warning(
                 "attempt of operation %s failed; the error could not be recorded", operation.pk
@@ -219,15 +218,13 @@ def raise_translated(error: BaseException, operation: Operation) -> NoReturn:
 
 def note(operation: Operation, kind: str, detail: str) -> None:
     """Write an event unless the operation has its share. An answer never fails for an event."""
-    if operation.event_count >= conf.EVENTS_PER_OPERATION:
-        return
     using = operation._state.db
     try:
         if connections[using].in_atomic_block:
             with transaction.atomic(using):
-                db.add_event(using, operation.pk, kind, operation.attempt, detail)
+                db.note(using, operation, kind, detail, conf.EVENTS_PER_OPERATION)
         else:
-            db.add_event(using, operation.pk, kind, operation.attempt, detail)
+            db.note(using, operation, kind, detail, conf.EVENTS_PER_OPERATION)
     except (DatabaseError, InterfaceError):
         logger.warning("event %s of operation %s was not written", kind, operation.pk)
 
