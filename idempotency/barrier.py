@@ -9,7 +9,10 @@ Source: Apache Seata, "TCC fence"; Hmily; dtm, "sub-transaction barrier".
 
 from __future__ import annotations
 
-from django.db import IntegrityError, connections, transaction
+import uuid
+from typing import NamedTuple
+
+from django.db import connections
 
 from . import db, keys
 from .conf import conf
@@ -22,13 +25,11 @@ def tried(transaction_id: str, branch: str, *, using: str | None = None) -> bool
 
     Call it in the transaction that reserves. Raises BarrierRefused after a cancel.
     """
-    alias = _alias(using)
-    if _insert(alias, transaction_id, branch, BranchStatus.TRIED):
-        return True
-    status = _status(alias, transaction_id, branch)
+    at = _place(transaction_id, branch, using)
+    is_new, status = db.visit_branch(*at, BranchStatus.TRIED)
     if status in (BranchStatus.CANCELLED, BranchStatus.SUSPENDED):
         raise BarrierRefused(f"branch {branch!r} of transaction {transaction_id!r} was cancelled")
-    return False
+    return is_new
 
 
 def confirmed(transaction_id: str, branch: str, *, using: str | None = None) -> bool:
@@ -36,15 +37,17 @@ def confirmed(transaction_id: str, branch: str, *, using: str | None = None) -> 
 
     Call it in the transaction that confirms. Raises BarrierRefused without a try, or after a cancel.
     """
-    alias = _alias(using)
-    if _change(alias, transaction_id, branch, BranchStatus.CONFIRMED):
+    at = _place(transaction_id, branch, using)
+    if _change(at, BranchStatus.CONFIRMED):
         return True
-    status = _status(alias, transaction_id, branch)
+    # A locking read: a plain one may show an old snapshot under REPEATABLE READ.
+    rows = Branch.objects.using(at.using).select_for_update().filter(pk=at.pk)
+    status = rows.values_list("status", flat=True).first()
     if status == BranchStatus.CONFIRMED:
         return False
     raise BarrierRefused(
-        f"branch {branch!r} of transaction {transaction_id!r} is {status or 'untried'}; only a tried one can be "
-        "confirmed"
+        f"branch {branch!r} of transaction {transaction_id!r} is {status or 'untried'}; only a tried one "
+        "can be confirmed"
     )
 
 
@@ -54,60 +57,37 @@ def cancelled(transaction_id: str, branch: str, *, using: str | None = None) -> 
     Call it in the transaction that releases. Without a try it leaves a marker that refuses the try
     when it comes late. Raises BarrierRefused after a confirm.
     """
-    alias = _alias(using)
-    while True:
-        if _change(alias, transaction_id, branch, BranchStatus.CANCELLED):
-            return True
-        if _insert(alias, transaction_id, branch, BranchStatus.SUSPENDED):
-            return False
-        status = _status(alias, transaction_id, branch)
-        if status == BranchStatus.CONFIRMED:
-            raise BarrierRefused(
-                f"branch {branch!r} of transaction {transaction_id!r} is confirmed; undo it as a new operation"
-            )
-        if status != BranchStatus.TRIED:  # else: its try committed between our two statements
-            return False
+    at = _place(transaction_id, branch, using)
+    _, status = db.visit_branch(*at, BranchStatus.SUSPENDED)  # waits for a try that is under way
+    if status == BranchStatus.CONFIRMED:
+        raise BarrierRefused(
+            f"branch {branch!r} of transaction {transaction_id!r} is confirmed; undo it as a new operation"
+        )
+    return status == BranchStatus.TRIED and _change(at, BranchStatus.CANCELLED)
 
 
-def _alias(using: str | None) -> str:
+class _Place(NamedTuple):
+    using: str
+    pk: uuid.UUID
+    transaction: str
+    name: str
+
+
+def _place(transaction_id: str, branch: str, using: str | None) -> _Place:
     alias = using or conf.USING
     if not connections[alias].in_atomic_block:
         raise ConfigurationError(
             "The barrier protects nothing outside a transaction: call it inside transaction.atomic(), "
             "together with the writes it decides about."
         )
-    return alias
-
-
-def _insert(alias: str, transaction_id: str, branch: str, status: BranchStatus) -> bool:
-    """Insert the branch; waits for a rival that has not committed yet."""
-    try:
-        with transaction.atomic(alias):
-            Branch.objects.using(alias).create(
-                id=_pk(transaction_id, branch),
-                transaction=transaction_id,
-                name=branch,
-                status=status,
-                created_at=db.now(alias),
-                changed_at=db.now(alias),
+    for text in (transaction_id, branch):
+        if not 1 <= len(text) <= 255:
+            raise ConfigurationError(
+                "A transaction and a branch are named by strings of 1 to 255 characters."
             )
-    except IntegrityError:
-        return False
-    return True
+    return _Place(alias, keys.operation_id(("tcc", transaction_id), branch), transaction_id, branch)
 
 
-def _change(alias: str, transaction_id: str, branch: str, status: BranchStatus) -> bool:
-    row = Branch.objects.using(alias).filter(
-        pk=_pk(transaction_id, branch), status=BranchStatus.TRIED
-    )
-    return row.update(status=status, changed_at=db.now(alias)) == 1
-
-
-def _status(alias: str, transaction_id: str, branch: str) -> str | None:
-    # A locking read: a plain one may show an old snapshot under REPEATABLE READ.
-    rows = Branch.objects.using(alias).select_for_update().filter(pk=_pk(transaction_id, branch))
-    return rows.values_list("status", flat=True).first()
-
-
-def _pk(transaction_id: str, branch: str) -> object:
-    return keys.operation_id(("tcc", transaction_id), branch)
+def _change(at: _Place, status: BranchStatus) -> bool:
+    row = Branch.objects.using(at.using).filter(pk=at.pk, status=BranchStatus.TRIED)
+    return row.update(status=status, changed_at=db.now(at.using)) == 1

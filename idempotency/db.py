@@ -16,7 +16,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.models import DateTimeField
 from django.db.models.expressions import RawSQL
 
-from .models import Event, Operation, Step, StepStatus, Turn
+from .models import Branch, Event, Operation, Reference, Step, StepStatus, Turn
 
 #: What a duplicate's answer needs, beside the id that is known already.
 READ = (
@@ -143,7 +143,7 @@ class Statements:
         # needs: there the count is part of `note`. MySQL would lock what such an insert counts.
         event_count = "0" if self.vendor == "postgresql" else f"({events_of_row}{t}.{q('id')})"
         self.read_columns = f"{columns}, {t}.{q('expires_at')} <= {now}, {t}.{q('tombstone_until')} <= {now}, {event_count}"
-        self.read = f"SELECT {self.read_columns} FROM {t} WHERE {q('id')} = %s"  # noqa: S608
+        self.read = f"SELECT {self.read_columns} FROM {t} WHERE {q('id')} = %s"
 
         inserted = (
             "id",
@@ -193,35 +193,36 @@ class Statements:
             f"CASE WHEN {q('lease_expires_at')} > {now} THEN 1 ELSE 0 END, {q('interruptions')}, "
             f"CASE WHEN {q('created_at')} <= {self.after.replace('%s', str(-STARTING))} THEN 1 ELSE 0 END"
         )
-        self.lock = f"SELECT {locked} FROM {t} WHERE {q('id')} = %s"
+        self.lock = self.lock_waiting = f"SELECT {locked} FROM {t} WHERE {q('id')} = %s"
         # NO KEY: FOR UPDATE would also stop the foreign-key checks of other transactions' child rows.
         # SKIP LOCKED, not NOWAIT: it says the same without aborting the transaction it runs in.
         if self.vendor == "postgresql":
-            self.lock += " FOR NO KEY UPDATE SKIP LOCKED"
+            self.lock_waiting += " FOR NO KEY UPDATE"
+            self.lock = f"{self.lock_waiting} SKIP LOCKED"
         elif self.row_locks:
-            self.lock += (
-                " FOR UPDATE SKIP LOCKED"
-                if features.has_select_for_update_skip_locked
-                else " FOR UPDATE"
-            )
+            self.lock = self.lock_waiting = f"{self.lock} FOR UPDATE"
+            if features.has_select_for_update_skip_locked:
+                self.lock += " SKIP LOCKED"
         else:
             # SQLite locks the whole database, and a transaction that has read may be refused the
             # write lock later: the first statement must write.
             self.lock = f"UPDATE {t} SET {q('owner')} = {q('owner')} WHERE {q('id')} = %s RETURNING {locked}"
+            self.lock_waiting = self.lock
 
-        self.complete = (
+        settled = (
             f"UPDATE {t} SET {q('status')} = %s, {q('attempt')} = %s, {q('owner')} = %s, {q('code')} = %s, "
             f"{q('headers')} = %s, {q('body')} = %s, {q('last_error')} = '', {q('finished_at')} = {now}, "
             f"{q('expires_at')} = {self.after}, {q('tombstone_until')} = {self.after}, "
-            f"{q('due_at')} = {self.after}, {q('lease_expires_at')} = NULL WHERE {q('id')} = %s"
+            f"{q('due_at')} = {self.after}, {q('lease_expires_at')} = NULL"
         )
+        self.complete = f"{settled} WHERE {q('id')} = %s"
         self.start = (
             f"UPDATE {t} SET {q('attempt')} = %s, {q('owner')} = %s, {q('interruptions')} = %s, "
             f"{q('last_error')} = '' WHERE {q('id')} = %s"
         )
         self.fail = (
             f"UPDATE {t} SET {q('status')} = %s, {q('attempt')} = %s, {q('owner')} = %s, {q('last_error')} = %s, "
-            f"{q('due_at')} = {self.after} WHERE {q('id')} = %s"
+            f"{q('due_at')} = {self.after}, {q('lease_expires_at')} = NULL WHERE {q('id')} = %s"
         )
         self.renew = (
             f"UPDATE {t} SET {q('name')} = %s, {q('status')} = %s, {q('fingerprint')} = %s, {q('attempt')} = %s, "
@@ -232,9 +233,12 @@ class Statements:
             f"WHERE {q('id')} = %s"
         )
         self.forget_steps = f"DELETE FROM {steps} WHERE {q('operation_id')} = %s"
+        references = quote(Reference._meta.db_table)
+        self.forget_references = f"DELETE FROM {references} WHERE {q('operation_id')} = %s"
 
         # Stepwise operations: ownership is a lease, and every write is conditional on its fence.
         fence = f"{q('owner')} = %s AND {q('attempt')} = %s AND {q('status')} = 'processing' AND {q('id')} = %s"
+        self.finish = f"{settled} WHERE {fence}"
         # due_at stays: an update of unindexed columns only is a cheap (HOT) one on PostgreSQL.
         self.fence = f"UPDATE {t} SET {q('lease_expires_at')} = {self.after} WHERE {fence}"
         self.lease = (
@@ -259,6 +263,17 @@ class Statements:
         )
         self.step_withdrawn = (
             f"DELETE FROM {steps} WHERE {q('name')} = %s AND {q('operation_id')} = %s"
+        )
+        # The count of calls says which of them made the row.
+        branches = (
+            f"{quote(Branch._meta.db_table)} ({q('id')}, {q('transaction')}, {q('name')}, {q('status')}, {q('calls')}, "
+            f"{q('created_at')}, {q('changed_at')}) VALUES (%s, %s, %s, %s, 1, {now}, {now})"
+        )
+        calls = f"{quote(Branch._meta.db_table)}.{q('calls')}"
+        self.branch = (
+            f"INSERT INTO {branches} ON DUPLICATE KEY UPDATE {calls} = {calls} + 1"
+            if self.vendor == "mysql"
+            else f"INSERT INTO {branches} ON CONFLICT ({q('id')}) DO UPDATE SET {q('calls')} = {calls} + 1"
         )
         # One upsert takes the row's exclusive lock whether the row is there or not; an insert that
         # ignores conflicts would share it on MySQL, and two sharers deadlock when both want more.
@@ -384,11 +399,15 @@ class Locked(NamedTuple):
     started: bool
 
 
-def lock(using: str, pk: uuid.UUID) -> Locked | None:
-    """Take the row's lock inside the current transaction; None: somebody else has it, or no row."""
+def lock(using: str, pk: uuid.UUID, *, wait: bool = False) -> Locked | None:
+    """Take the row's lock inside the current transaction; None: somebody else has it, or no row.
+
+    With `wait`, None means that there is no row.
+    """
     connection = connections[using]
+    sql = statements(connection)
     with connection.cursor() as cursor:
-        cursor.execute(statements(connection).lock, [_pk(connection, pk)])
+        cursor.execute(sql.lock_waiting if wait else sql.lock, [_pk(connection, pk)])
         rows = cursor.fetchall()
     return Locked(*rows[0]) if rows else None
 
@@ -432,8 +451,8 @@ def add_step(
     attempt: int,
     is_external: bool,
     result: str | None,
-    compensation: str,
-    reconciler: str,
+    compensation: str = "",
+    reconciler: str = "",
 ) -> None:
     """Record a step: as done when it is local, as started when it is external."""
     connection = connections[using]
@@ -443,6 +462,30 @@ def add_step(
     values = [key, name, is_external, status, attempt, result, compensation, reconciler]
     with connection.cursor() as cursor:
         cursor.execute(sql.step_started if is_external else sql.step_done, values)
+
+
+def visit_branch(
+    using: str, pk: uuid.UUID, transaction: str, name: str, status: str
+) -> tuple[bool, str]:
+    """Insert the branch with this status, or lock the one that is there: (is it new, its status).
+
+    One upsert, so that rivals queue for the row's exclusive lock instead of sharing it, which would
+    deadlock on MySQL, and so that PostgreSQL's transaction survives a conflict.
+    """
+    connection = connections[using]
+    key = _pk(connection, pk)
+    table = Branch._meta.db_table
+    with connection.cursor() as cursor:
+        cursor.execute(statements(connection).branch, [key, transaction, name, status])
+        quote = connection.ops.quote_name
+        # Our own lock makes this the latest row, but under REPEATABLE READ only a locking read sees it.
+        locking = " FOR UPDATE" if connection.vendor == "mysql" else ""
+        cursor.execute(
+            f"SELECT {quote('calls')}, {quote('status')} FROM {quote(table)} WHERE {quote('id')} = %s{locking}",
+            [key],
+        )
+        calls, found = cursor.fetchone()
+    return calls == 1, found
 
 
 def take_turn(using: str, pk: uuid.UUID) -> None:

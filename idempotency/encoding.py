@@ -44,7 +44,7 @@ _DECODERS: dict[str, Callable[[Any], Any]] = {
     "tuple": tuple,
     "set": set,
     "frozenset": frozenset,
-    "dict": lambda pairs: {key: value for key, value in pairs},
+    "dict": dict,
 }
 
 

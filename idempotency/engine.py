@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn, TypeGuard, TypeVar
+from typing import NoReturn, TypeGuard, TypeVar
 
 from asgiref.sync import sync_to_async
 from django.db import (
@@ -30,8 +30,8 @@ from django.db import (
     transaction,
 )
 
-from . import db, keys, scopes, signals
-from .aio import in_thread
+from . import compensation, db, keys, scopes, signals
+from .aio import in_thread as in_thread
 from .conf import conf
 from .exceptions import (
     ConfigurationError,
@@ -45,7 +45,8 @@ from .exceptions import (
     ResponseNotRetained,
     Unavailable,
 )
-from .executions import Execution, note, raise_translated, send, settle  # noqa: F401
+from .executions import Execution, note, send, settle
+from .executions import raise_translated as raise_translated
 from .fingerprints import Fingerprint
 from .models import EventKind, Operation, Outcome, Status, new_owner
 from .policies import Resolved
@@ -137,7 +138,7 @@ async def abegin(intent: Intent) -> AnyExecution | Replay:
             await asyncio.sleep(pause)
 
 
-def _discard(begun: Execution | Replay) -> None:
+def _discard(begun: AnyExecution | Replay) -> None:
     if not isinstance(begun, Replay):
         begun.fail(asyncio.CancelledError())
 
@@ -178,12 +179,12 @@ def _try(intent: Intent) -> AnyExecution | Replay:
         stepwise=policy.stepwise,
         arguments=intent.arguments,
     )
-    if policy.stepwise and connections[policy.using].in_atomic_block:
-        if not in_test_transaction(policy.using):
-            raise ConfigurationError(
-                f"{intent.name}: a stepwise operation cannot run inside a transaction, which would "
-                "stay open across its external calls and could undo what it recorded."
-            )
+    is_open = connections[policy.using].in_atomic_block
+    if policy.stepwise and is_open and not in_test_transaction(policy.using):
+        raise ConfigurationError(
+            f"{intent.name}: a stepwise operation cannot run inside a transaction, which would "
+            "stay open across its external calls and could undo what it recorded."
+        )
     fresh._state.adding = False
     fresh._state.db = policy.using
     cause: BaseException | None = None
@@ -283,14 +284,14 @@ def _execute(operation: Operation, intent: Intent, *, is_ours: bool) -> AnyExecu
         block.__enter__()
         try:
             locked = db.lock(using, operation.pk)
-            may_run = _is_unchanged(operation, locked) and not locked.leased
-            if may_run and (is_ours or _take_over_plain(operation, locked, intent)):
+            free = locked if _is_unchanged(locked, operation) and not locked.leased else None
+            if free is not None and (is_ours or _take_over_plain(operation, free, intent)):
                 return Execution(operation, intent.policy, block, joined=joined)
         except BaseException as error:
             block.__exit__(type(error), error, error.__traceback__)
             raise
         block.__exit__(None, None, None)
-        if may_run and locked.owner != operation.owner:  # the takeover is on record now
+        if free is not None and free.owner != operation.owner:  # the takeover is on record now
             is_ours = True
             continue
         if locked is not None and not locked.leased:
@@ -328,9 +329,9 @@ def lease(operation: Operation, policy: Resolved) -> StepwiseExecution | None:
     """
     with transaction.atomic(policy.using):
         locked = db.lock(policy.using, operation.pk)
-        if locked is None or (locked.leased and _is_unchanged(operation, locked)):
+        if locked is None or (locked.leased and _is_unchanged(locked, operation)):
             _in_progress(operation)
-        if not _is_unchanged(operation, locked):
+        if not _is_unchanged(locked, operation):
             return None
         if _is_unsafe(operation, locked, policy):
             _reconcile(operation, locked)
@@ -344,14 +345,14 @@ def lease(operation: Operation, policy: Resolved) -> StepwiseExecution | None:
 
 def _compensate(execution: StepwiseExecution) -> Replay | None:
     """Finish a compensation that an earlier attempt began; the handler is not run again."""
-    outcome = execution.pending_compensation()
+    outcome = compensation.pending(execution)
     if outcome is None:
         return None
     execution.complete(outcome)
     return _replay(execution.operation, execution.policy)
 
 
-def _is_unchanged(operation: Operation, locked: db.Locked | None) -> TypeGuard[db.Locked]:
+def _is_unchanged(locked: db.Locked | None, operation: Operation) -> TypeGuard[db.Locked]:
     """Whether the locked row is still the one that was judged: the owner changes with every executor."""
     return (
         locked is not None
@@ -371,9 +372,9 @@ def _is_unsafe(operation: Operation, locked: db.Locked, policy: Resolved) -> boo
 
 def _reconcile(operation: Operation, locked: db.Locked) -> None:
     values = (Status.RECONCILING, locked.attempt, locked.owner, "interrupted", conf.RETRY_AFTER)
-    db.execute(operation._state.db, "fail", values, operation.pk)
+    db.execute(operation.using, "fail", values, operation.pk)
     db.add_event(
-        operation._state.db, operation.pk, EventKind.RECONCILING, locked.attempt, "interrupted"
+        operation.using, operation.pk, EventKind.RECONCILING, locked.attempt, "interrupted"
     )
     send(signals.operation_reconciling, operation)
 
@@ -390,7 +391,7 @@ def _take_over(operation: Operation, locked: db.Locked) -> None:
     operation.owner = new_owner()
     operation.last_error = locked.last_error
     if not locked.last_error:  # nobody recorded how the attempt before ended
-        db.add_event(operation._state.db, operation.pk, EventKind.TAKEN_OVER, operation.attempt, "")
+        db.add_event(operation.using, operation.pk, EventKind.TAKEN_OVER, operation.attempt, "")
         send(signals.operation_taken_over, operation)
 
 

@@ -218,7 +218,7 @@ def raise_translated(error: BaseException, operation: Operation) -> NoReturn:
 
 def note(operation: Operation, kind: str, detail: str) -> None:
     """Write an event unless the operation has its share. An answer never fails for an event."""
-    using = operation._state.db
+    using = operation.using
     try:
         if connections[using].in_atomic_block:
             with transaction.atomic(using):
@@ -234,6 +234,6 @@ def send(signal: Signal, operation: Operation, **details: Any) -> None:
     if signal.receivers:
         transaction.on_commit(
             lambda: signal.send_robust(Operation, operation=operation, **details),
-            using=operation._state.db,
+            using=operation.using,
             robust=True,
         )

@@ -11,6 +11,7 @@ from asgiref.sync import iscoroutinefunction, sync_to_async
 
 from . import db, encoding, engine, fingerprints, keys
 from .exceptions import ConfigurationError, Refusal, ResponseNotRetained, StoredFailure
+from .executions import raise_translated
 from .models import Operation, Outcome, Status
 from .policies import Policy, Resolved
 from .scopes import Scope
@@ -188,7 +189,7 @@ def raise_failed(
     """End an execution whose call raised: store a declared failure, remember any other."""
     if not isinstance(error, failures) or isinstance(error, never) or _may_pass(error):
         begun.fail(error)
-        engine.raise_translated(error, begun.operation)
+        raise_translated(error, begun.operation)
     begun.abort(error)
     kind = f"{type(error).__module__}.{type(error).__qualname__}"
     body = encoding.dumps(str(error)).encode()

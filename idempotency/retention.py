@@ -3,8 +3,8 @@
 A finished operation is due when its replay window ends. If its key is still to be refused after
 that, it loses its outcome and becomes a tombstone that is due again when the tombstone ends; then
 it is deleted with everything that belongs to it. An operation that was claimed and never finished
-is deleted when it is due and nobody executes it. Never touched: `reconciling` operations, unfinished
-stepwise operations, and whatever somebody holds the row lock of.
+is deleted when it is due and nobody executes it. Never touched: `reconciling` operations, stepwise
+operations that are unfinished or wait for an action, and whatever somebody holds the row lock of.
 """
 
 from __future__ import annotations
@@ -41,6 +41,9 @@ BATCH_SIZE = 1000
 LARGEST_BATCH = 10_000
 
 _TRIES = 3
+
+#: Statuses from which a stepwise operation goes on: reconciler and completer end it, not time.
+_KEPT_IF_STEPWISE = (Status.PROCESSING, Status.REQUIRES_ACTION)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +128,7 @@ def _due(using: str, status: str, *, by: timedelta = timedelta(0)) -> QuerySet[O
     due = Operation.objects.using(using).filter(
         status=status, due_at__lte=db.now(using, after=-by.total_seconds())
     )
-    return due.filter(stepwise=False) if status == Status.PROCESSING else due
+    return due.filter(stepwise=False) if status in _KEPT_IF_STEPWISE else due
 
 
 def _over(using: str) -> Q:
@@ -209,10 +212,9 @@ def _batch(using: str, status: str, size: int, after: _Cursor) -> tuple[Purged, 
         rows += 1
         if status_now != status or not due_now:
             continue
-        if status == Status.PROCESSING:
-            if not stepwise:
-                gone.append(pk)
-        elif over:
+        if stepwise and status in _KEPT_IF_STEPWISE:
+            continue
+        if status == Status.PROCESSING or over:
             gone.append(pk)
         else:
             finished.append(pk)

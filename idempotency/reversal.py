@@ -6,77 +6,81 @@ import uuid
 
 from django.db import transaction
 
-from . import db, encoding, functions, signals
+from . import compensation, encoding, engine, functions, signals
 from .exceptions import IllegalTransition
-from .executions import send
-from .models import EventKind, Operation, Status, Step, StepStatus
+from .executions import raise_translated, send
+from .models import EventKind, Operation, Status, Step
 from .policies import Policy
+from .reconciliation import add_event
 from .steps import StepwiseExecution
 
-#: What may be reversed; `reversed` itself replays the reversal.
-REVERSIBLE = (Status.SUCCEEDED, Status.REQUIRES_ACTION, Status.REVERSED)
+#: What may be reversed; of a reversed one, a reversal that was interrupted at its end is finished.
+REVERSIBLE = (Status.SUCCEEDED, Status.REVERSED)
 
 
 def reverse(operation: Operation, *, reason: str) -> None:
     """Run the compensations of the operation's steps, last one first; status `reversed`.
 
     However often it is called, each compensation has one effect: the reversal is an operation of its
-    own, named by this one's id, resumable by the next call or the completer. `reason` is a short note
-    for the timeline; nothing secret. The stored outcome stays what replays show.
+    own, named by this one, resumable by the next call or the completer. `reason` is a short note for
+    the timeline; nothing secret. The stored outcome stays what replays show. Reversing needs the
+    steps: they go when the operation's retention and tombstone are over.
 
-    Raises IllegalTransition when the operation has not finished or has failed, InProgress when it is
-    being reversed right now, and what a compensation raised (call again to continue).
+    Raises IllegalTransition unless the operation has succeeded (give one that waits for an action an
+    Outcome with `resolve`, which compensates too), InProgress when it is being reversed right now, and
+    what a compensation raised (call again to continue).
     """
-    _run(str(operation.pk), reason, operation._state.db)
+    _run(str(operation.pk), reason, operation.using)
+    operation.refresh_from_db(fields=["status"])
 
 
 def _run(operation_id: str, reason: str, using: str) -> None:
+    original = Operation.objects.using(using).get(pk=uuid.UUID(operation_id))
+    if original.status not in REVERSIBLE:
+        raise IllegalTransition(
+            f"operation {original.pk} is {original.status}; only one that succeeded can be reversed"
+        )
     call = {"function": f"{__name__}._run", "args": [operation_id, reason, using], "kwargs": {}}
     intent = functions.intent_of(
         "idempotency.reverse",
-        operation_id,
+        # The attempt tells the lives of one key apart: each has its own steps to undo.
+        f"{operation_id}.{original.attempt}",
         operation_id,
         Policy(stepwise=True, using=using).resolved(),
         scope=("reversal",),
         arguments=encoding.dumps(call),
     )
-    original = Operation.objects.using(using).get(pk=uuid.UUID(operation_id))
-    if original.status not in REVERSIBLE:
-        raise IllegalTransition(
-            f"operation {original.pk} is {original.status}; it cannot be reversed"
-        )
-    begun = functions.engine.begin(intent)
+    begun = engine.begin(intent)
     if not isinstance(begun, StepwiseExecution):
         return
-    with functions.engine.running(begun.operation):
+    with engine.running(begun.operation):
         try:
             _undo(begun, original, reason)
-            outcome = functions.succeeded(None)
         except BaseException as error:
             begun.fail(error)
-            functions.engine.raise_translated(error, begun.operation)
-        begun.complete(outcome)
-    send(signals.operation_finished, original)
+            raise_translated(error, begun.operation)
+        begun.complete(functions.succeeded(None))
 
 
 def _undo(reversal: StepwiseExecution, original: Operation, reason: str) -> None:
     using = reversal.using
-    steps = (
-        Step.objects.using(using)
-        .filter(operation_id=original.pk, status=StepStatus.DONE)
-        .exclude(compensation="")
-        .order_by("-id")
-    )
+    # Read again: whoever had the lease before may have reversed it, longer ago than is remembered.
+    original.refresh_from_db(fields=["status"])
+    if original.status == Status.REVERSED:
+        return
+    steps = Step.objects.using(using).filter(operation_id=original.pk).order_by("-id")
     for step in steps:
-        reversal.undo(step)
+        if compensation.is_compensable(step):
+            compensation.undo(reversal, step)
     with transaction.atomic(using):
         reversal.fence()
         changed = (
             Operation.objects.using(using)
-            .filter(pk=original.pk, status__in=REVERSIBLE)
+            .filter(pk=original.pk, status=Status.SUCCEEDED, owner=original.owner)
             .update(status=Status.REVERSED)
         )
         if not changed:
             raise IllegalTransition(f"operation {original.pk} changed while it was being reversed")
-        db.add_event(using, original.pk, EventKind.REVERSED, original.attempt, reason)
-    original.status = Status.REVERSED
+        original.status = Status.REVERSED
+        add_event(original, EventKind.REVERSED, reason)
+        send(signals.operation_finished, original)

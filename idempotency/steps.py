@@ -7,17 +7,19 @@ raises LeaseLost inside the transaction of its effects, which rolls them back.
 
 from __future__ import annotations
 
-import base64
-import json
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from functools import partial
+from typing import Any, NoReturn, TypeVar
 
 from django.db import DatabaseError, InterfaceError, connections, transaction
 from django.utils.module_loading import import_string
 
-from . import db, encoding, signals
+from . import compensation, db, encoding, signals
+from .aio import in_thread
+from .compensation import UNDO, result_of
 from .conf import conf
 from .exceptions import ConfigurationError, LeaseLost, OutcomeUnknown
 from .executions import note, raise_translated, remember_reference, send, settle
@@ -28,8 +30,10 @@ logger = logging.getLogger("idempotency")
 
 T = TypeVar("T")
 
-#: Name of the step that records that compensation has begun, and the outcome it ends with.
-COMPENSATING = "~compensating"
+#: Longest name of a step, in characters, so that both fit into the column.
+LONGEST_NAME = 200 - len(UNDO)
+#: Seconds between two looks at one operation: doubled each time, up to the last value.
+FIRST_PAUSE, LONGEST_PAUSE = 5, 3600
 
 
 @dataclass(frozen=True)
@@ -62,12 +66,24 @@ class StepwiseExecution:
         self.policy = policy
         self.declared_status: str | None = None
         self.using = policy.using
-        self._recorded: dict[str, Step] = {}
+        #: Names of this attempt, and of external steps whose outcome is not recorded.
         self._named: set[str] = set()
+        self._open: set[str] = set()
+        self.recorded: dict[str, Step] = {}
+        self._action = ""
+        self._failed: tuple[BaseException, str] | None = None
         if resumed:
-            steps = Step.objects.using(self.using).filter(operation_id=operation.pk)
-            self._recorded = {step.name: step for step in steps}
+            self.recorded = self.read_steps()
+            self._open = {
+                name
+                for name, step in self.recorded.items()
+                if step.status == StepStatus.STARTED and not name.startswith("~")
+            }
         operation.execution = self
+
+    def read_steps(self) -> dict[str, Step]:
+        steps = Step.objects.using(self.using).filter(operation_id=self.operation.pk)
+        return {step.name: step for step in steps.order_by("id")}
 
     # Steps
 
@@ -81,14 +97,18 @@ class StepwiseExecution:
     ) -> T:
         recorded = self._claim_name(name)
         if recorded is not None:
-            if recorded.status == StepStatus.STARTED:
+            if recorded.status == StepStatus.STARTED:  # it was a call when it started
                 raise self._unknown(name)
-            return cast("T", encoding.loads(recorded.result or "null"))
-        with self._named_in_errors(name), transaction.atomic(self.using):
+            return result_of(recorded)  # type: ignore[no-any-return]
+        undo = _importable(compensate, name, "compensate")
+        with self.named_in_errors(name), transaction.atomic(self.using):
             self.fence()
             result = function(*args, **kwargs)
-            self._add(name, is_external=False, result=encoding.dumps(result), compensate=compensate)
+            self.add(name, result=encoding.dumps(result), compensation=undo)
         return result
+
+    async def astep(self, name: str, function: Callable[..., T], *args: Any, **options: Any) -> T:
+        return await in_thread(partial(self.step, name, function, *args, **options))
 
     def call(
         self,
@@ -101,76 +121,125 @@ class StepwiseExecution:
         compensate: Callable[..., Any] | None = None,
         **kwargs: Any,
     ) -> T:
-        recorded = self._claim_name(name)
-        if recorded is not None and recorded.status == StepStatus.DONE:
-            return cast("T", encoding.loads(recorded.result or "null"))
-        with self._named_in_errors(name):
-            if recorded is None:
-                with transaction.atomic(self.using):
-                    self.fence()
-                    self._add(name, is_external=True, compensate=compensate, reconcile=reconcile)
-            elif repeatable:
-                self.heartbeat()
-            else:
-                answer = self._ask(name, reconcile)
-                if isinstance(answer, Confirmed):
-                    self._finish(name, answer.result)
-                    return cast("T", answer.result)
-                self.heartbeat()
+        with self.named_in_errors(name):
+            known = self._start(name, repeatable, reconcile, compensate)
+            if known is not None:
+                return known.result  # type: ignore[no-any-return]
             try:
                 result = function(*args, **kwargs)
-            except failures:
-                with transaction.atomic(self.using):
-                    self.fence()
-                    db.execute(self.using, "step_withdrawn", (name,), self.operation.pk)
-                raise
-            except Exception as error:
-                if repeatable:
-                    raise  # the next attempt makes the same call with the same key
-                raise self._unknown(name) from error
-            self._finish(name, result)
+            except BaseException as error:
+                self._broke(name, error, repeatable, failures)
+            self.finish(name, result)
         return result
 
-    def _ask(self, name: str, reconcile: Callable[..., Any] | None) -> Confirmed | Absent:
-        """How a call ended that an earlier attempt started and nobody recorded."""
-        if reconcile is None:
-            raise self._unknown(name)
-        answer = reconcile(key=self.operation.derive_key(name))
-        if not isinstance(answer, Confirmed | Absent):
-            raise self._unknown(name)
-        return answer
+    async def acall(
+        self,
+        name: str,
+        function: Callable[..., Awaitable[T]],
+        *args: Any,
+        repeatable: bool = False,
+        reconcile: Callable[..., Any] | None = None,
+        failures: tuple[type[Exception], ...] = (),
+        compensate: Callable[..., Any] | None = None,
+        **kwargs: Any,
+    ) -> T:
+        with self.named_in_errors(name):
+            known = await in_thread(self._start, name, repeatable, reconcile, compensate)
+            if known is not None:
+                return known.result  # type: ignore[no-any-return]
+            try:
+                result = await function(*args, **kwargs)
+            except BaseException as error:
+                await in_thread(self._broke, name, error, repeatable, failures)
+            await in_thread(self.finish, name, result)
+        return result
 
-    def _finish(self, name: str, result: Any) -> None:
-        text = encoding.dumps(result)
-        values = (StepStatus.DONE, self.operation.attempt, text, name)
+    def _start(
+        self,
+        name: str,
+        repeatable: bool,
+        reconcile: Callable[..., Any] | None,
+        compensate: Callable[..., Any] | None,
+    ) -> Confirmed | None:
+        """Commit the intent to call, or find out how an earlier attempt's call ended."""
+        recorded = self._claim_name(name)
+        reconciler = _importable(reconcile, name, "reconcile")
+        undo = _importable(compensate, name, "compensate")
+        if recorded is None:
+            with transaction.atomic(self.using):
+                self.fence()
+                self.add(name, compensation=undo, reconciler=reconciler)
+            self._open.add(name)
+            return None
+        if recorded.status == StepStatus.DONE:
+            return Confirmed(result_of(recorded))
+        if not repeatable:
+            if reconcile is None:
+                raise self._unknown(name)
+            answer = reconcile(key=self.operation.derive_key(name))
+            if isinstance(answer, Confirmed):
+                self.finish(name, answer.result)
+                return answer
+            if not isinstance(answer, Absent):
+                raise self._unknown(name)
+        self.fence()
+        return None
+
+    def _broke(
+        self,
+        name: str,
+        error: BaseException,
+        repeatable: bool,
+        failures: tuple[type[Exception], ...],
+    ) -> NoReturn:
+        """The call raised. Without proof that it had no effect, its outcome stays open."""
+        if isinstance(error, failures):
+            with transaction.atomic(self.using):
+                self.fence()
+                db.execute(self.using, "step_withdrawn", (name,), self.operation.pk)
+            self._open.discard(name)
+            raise error
+        is_own = isinstance(error, OutcomeUnknown) and error.operation_id == self.operation.pk
+        if repeatable or is_own or isinstance(error, LeaseLost) or not isinstance(error, Exception):
+            raise error  # the next attempt makes the same call with the same key, or asks
+        raise self._unknown(name) from error
+
+    def finish(self, name: str, result: Any) -> None:
+        values = (StepStatus.DONE, self.operation.attempt, encoding.dumps(result), name)
         with transaction.atomic(self.using):
             self.fence()
             db.execute(self.using, "step_finished", values, self.operation.pk)
+        self._open.discard(name)
 
-    def _add(
-        self,
-        name: str,
-        *,
-        is_external: bool,
-        result: str | None = None,
-        compensate: Callable[..., Any] | None = None,
-        reconcile: Callable[..., Any] | None = None,
+    def action(self, name: str) -> Any:
+        """What somebody's action resulted in; None when the handler's answer shall ask for it."""
+        recorded = self._claim_name(name)
+        if recorded is not None and recorded.status == StepStatus.DONE:
+            return result_of(recorded)
+        self.declared_status = Status.REQUIRES_ACTION
+        self._action = name
+        self._open.discard(name)
+        return None
+
+    def add(
+        self, name: str, *, result: str | None = None, compensation: str = "", reconciler: str = ""
     ) -> None:
+        """Record a step: done when it has a result, else started."""
         db.add_step(
             self.using,
             self.operation.pk,
             name,
             attempt=self.operation.attempt,
-            is_external=is_external,
+            is_external=result is None,
             result=result,
-            compensation=_importable(compensate, name, "compensate"),
-            reconciler=_importable(reconcile, name, "reconcile"),
+            compensation=compensation,
+            reconciler=reconciler,
         )
 
     def _claim_name(self, name: str) -> Step | None:
-        if not name or len(name) > 200 or name.startswith("~"):
+        if not name or len(name) > LONGEST_NAME or name.startswith("~"):
             raise ConfigurationError(
-                f"{name!r} cannot name a step: 1–200 characters, no leading '~'"
+                f"{name!r} cannot name a step: 1 to {LONGEST_NAME} characters, no leading '~'"
             )
         if name in self._named:
             raise ConfigurationError(
@@ -182,10 +251,16 @@ class StepwiseExecution:
             raise ConfigurationError(
                 f"{self.operation.name}: step {name!r} would run inside a transaction that may still roll back"
             )
-        return self._recorded.get(name)
+        return self.recorded.get(name)
 
-    def _named_in_errors(self, name: str) -> _NoteStep:
-        return _NoteStep(f"in step {name!r} of {self.operation.name} ({self.operation.pk})")
+    @contextmanager
+    def named_in_errors(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            self._failed = (error, name)
+            error.add_note(f"in step {name!r} of {self.operation.name} ({self.operation.pk})")
+            raise
 
     def _unknown(self, name: str) -> OutcomeUnknown:
         return OutcomeUnknown(
@@ -197,33 +272,38 @@ class StepwiseExecution:
 
     def fence(self) -> None:
         """Extend the lease if it is still ours. Raises LeaseLost."""
-        lease = self.policy.lease.total_seconds()
-        if not self._fenced("fence", (lease,)):
-            raise LeaseLost(
-                f"{self.operation.name}: another executor owns operation {self.operation.pk}"
-            )
+        self._fenced("fence", (self.policy.lease.total_seconds(),))
 
     heartbeat = fence
 
-    def _fenced(self, statement: str, values: tuple[Any, ...]) -> bool:
+    def _fenced(self, statement: str, values: tuple[Any, ...]) -> None:
         token = (self.operation.owner, self.operation.attempt)
-        return db.execute(self.using, statement, (*values, *token), self.operation.pk) == 1
+        if db.execute(self.using, statement, (*values, *token), self.operation.pk) != 1:
+            raise LeaseLost(
+                f"{self.operation.name}: another executor owns operation {self.operation.pk}"
+            )
 
     # Ends
 
     def complete(self, outcome: Outcome) -> None:
         """Store the outcome; a failed one first compensates the steps that were done.
 
-        Raises LeaseLost when another executor owns the operation by now.
+        Whatever goes wrong is recorded and raised: LeaseLost when another executor owns the operation
+        by now, OutcomeUnknown when the handler has swallowed that a call's outcome is not known, and
+        what a compensation raised.
         """
-        if outcome.status == Status.FAILED and self.declared_status is None:
-            outcome = self._compensated(outcome)
         try:
+            if self._open:
+                raise self._unknown(min(self._open))
+            if outcome.status == Status.FAILED and self.declared_status is None:
+                outcome = compensation.compensated(self, outcome)
             with transaction.atomic(self.using):
-                self.fence()
                 values = settle(self.operation, outcome, self.policy, self.declared_status)
-                db.execute(self.using, "complete", values, self.operation.pk)
-        except Exception as error:
+                self._fenced("finish", values)
+                if self._action and self._action not in self.recorded:
+                    self.add(self._action)
+        except BaseException as error:
+            self.fail(error)
             raise_translated(error, self.operation)
         send(signals.operation_finished, self.operation)
 
@@ -238,19 +318,21 @@ class StepwiseExecution:
 
     def record(self, error: BaseException) -> None:
         operation = self.operation
-        operation.last_error = describe_error(error)
+        operation.last_error = self._described(error)
         is_unknown = isinstance(error, OutcomeUnknown) and error.operation_id == operation.pk
         status = Status.RECONCILING if is_unknown else Status.PROCESSING
         kind = EventKind.RECONCILING if is_unknown else EventKind.ATTEMPT_FAILED
+        pause = conf.RETRY_AFTER if is_unknown else backoff(operation.attempt - 1)
         try:
             db.drop_if_broken(self.using)
             with transaction.atomic(self.using):
-                if not self._fenced("release", (status, operation.last_error, conf.RETRY_AFTER)):
-                    logger.info("operation %s has another executor by now", operation.pk)
-                    return
+                self._fenced("release", (status, operation.last_error, pause))
                 if isinstance(error, OutcomeUnknown):
                     remember_reference(operation, error)
                 note(operation, kind, operation.last_error)
+        except LeaseLost:
+            logger.info("operation %s has another executor by now", operation.pk)
+            return
         except (DatabaseError, InterfaceError):
             logger.warning("attempt of operation %s failed; it could not be recorded", operation.pk)
             db.drop_if_broken(self.using)
@@ -261,75 +343,23 @@ class StepwiseExecution:
         else:
             send(signals.operation_attempt_failed, operation, error=operation.last_error)
 
-    # Compensation
-
-    def pending_compensation(self) -> Outcome | None:
-        """The outcome an earlier attempt was compensating for when it vanished."""
-        marker = self._recorded.get(COMPENSATING)
-        return None if marker is None else _outcome_of(marker.result or "")
-
-    def _compensated(self, outcome: Outcome) -> Outcome:
-        """Undo the done steps that declared a compensation, last one first."""
-        steps = list(
-            Step.objects.using(self.using)
-            .filter(operation_id=self.operation.pk, status=StepStatus.DONE)
-            .exclude(compensation="")
-            .exclude(name__startswith="~")
-            .order_by("-id")
-        )
-        if not steps:
-            return outcome
-        if COMPENSATING not in self._recorded:
-            with transaction.atomic(self.using):
-                self.fence()
-                self._add(COMPENSATING, is_external=False, result=_text_of(outcome))
-        for step in steps:
-            self.undo(step)
-        return Outcome(
-            status=Status.REVERSED, code=outcome.code, headers=outcome.headers, body=outcome.body
-        )
-
-    def undo(self, step: Step) -> None:
-        """Run one step's compensation, itself an idempotent step of the same kind."""
-        name = f"~undo:{step.name}"[:200]
-        done = self._recorded.get(name)
-        if done is not None and done.status == StepStatus.DONE:
-            return
-        compensate = import_string(step.compensation)
-        result = encoding.loads(step.result or "null")
-        key = self.operation.derive_key(name)
-        with self._named_in_errors(name):
-            if not step.is_external:
-                with transaction.atomic(self.using):
-                    self.fence()
-                    compensate(result, key=key)
-                    self._add(name, is_external=False, result="null")
-                return
-            if done is None:
-                with transaction.atomic(self.using):
-                    self.fence()
-                    self._add(name, is_external=True)
-            compensate(result, key=key)
-            self._finish(name, None)
+    def _described(self, error: BaseException) -> str:
+        description = describe_error(error)
+        if self._failed is None or self._failed[0] is not error:
+            return description
+        name = self._failed[1]
+        return description if repr(name) in description else f"step {name!r}: {description}"[:255]
 
 
-class _NoteStep:
-    """Adds the step's name to an exception that passes."""
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is not None:
-            error.add_note(self.text)
+def backoff(times: int) -> int:
+    """Seconds until the next look at something that was looked at in vain `times` before."""
+    return int(min(FIRST_PAUSE * 2 ** min(times, 20), LONGEST_PAUSE))
 
 
 def in_test_transaction(using: str) -> bool:
     """Whether the open transaction is a django.test.TestCase's, which never commits anyway."""
-    return all(block._from_testcase for block in connections[using].atomic_blocks)
+    blocks = connections[using].atomic_blocks
+    return all(getattr(block, "_from_testcase", False) for block in blocks)
 
 
 def _importable(function: Callable[..., Any] | None, step: str, role: str) -> str:
@@ -345,19 +375,4 @@ def _importable(function: Callable[..., Any] | None, step: str, role: str) -> st
     raise ConfigurationError(
         f"step {step!r}: {role}= must be a module-level function, because another process may have to "
         f"run it after a crash; {name or function!r} cannot be imported"
-    )
-
-
-def _text_of(outcome: Outcome) -> str:
-    body = None if outcome.body is None else base64.b64encode(outcome.body).decode()
-    return json.dumps([outcome.status, outcome.code, outcome.headers, body])
-
-
-def _outcome_of(text: str) -> Outcome:
-    status, code, headers, body = json.loads(text)
-    return Outcome(
-        status=status,
-        code=code,
-        headers=headers,
-        body=None if body is None else base64.b64decode(body),
     )

@@ -119,6 +119,7 @@ def test_what_belongs_to_an_operation_goes_with_it_and_nothing_else() -> None:
             status=StepStatus.DONE,
             attempt=1,
             started_at=PAST,
+            done_at=PAST,
         )
         for status in MessageStatus.values:
             make_message(operation=operation, status=status)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import uuid
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NoReturn, TypeVar
 
@@ -14,6 +15,7 @@ from django.utils.module_loading import import_string
 from django.utils.translation import gettext_lazy as _
 
 from .. import keys
+from ..conf import conf
 from ..exceptions import ConfigurationError, NotFinal, OutcomeUnknown
 
 T = TypeVar("T")
@@ -146,6 +148,10 @@ class Operation(models.Model):
                 name="idempotency_op_final_expires",
             ),
             models.CheckConstraint(condition=Q(attempt__gte=1), name="idempotency_op_attempt"),
+            models.CheckConstraint(
+                condition=Q(lease_expires_at__isnull=True) | Q(status=Status.PROCESSING),
+                name="idempotency_op_lease_processing",
+            ),
         )
 
     def __str__(self) -> str:
@@ -154,6 +160,16 @@ class Operation(models.Model):
     @property
     def is_final(self) -> bool:
         return self.status in FINAL
+
+    @property
+    def using(self) -> str:
+        """Alias of the database it was read from; its effects are there, too."""
+        return self._state.db or conf.USING
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether it goes on after somebody's action; its steps are not forgotten with its window."""
+        return self.stepwise and self.status == Status.REQUIRES_ACTION
 
     def derive_key(self, name: str) -> str:
         """A key for a downstream system: the same on every attempt, takeover, deploy and re-use.
@@ -176,7 +192,11 @@ class Operation(models.Model):
         called with (result, key=...) when the operation is reversed. Raises LeaseLost when another
         executor owns the operation by now; the step's effects are then rolled back.
         """
-        return self._steps().step(name, function, *args, compensate=compensate, **kwargs)
+        return self._steps().step(name, function, *args, compensate=compensate, **kwargs)  # type: ignore[no-any-return]
+
+    async def astep(self, name: str, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """`step` from async code: the function is a sync one and runs in the request's thread."""
+        return await self._steps().astep(name, function, *args, **kwargs)  # type: ignore[no-any-return]
 
     def call(
         self,
@@ -197,7 +217,7 @@ class Operation(models.Model):
         Confirmed, Absent or StillUnknown; without either the operation becomes `reconciling` and
         OutcomeUnknown is raised. `failures` are exceptions that prove there was no effect.
         """
-        return self._steps().call(
+        return self._steps().call(  # type: ignore[no-any-return]
             name,
             function,
             *args,
@@ -207,6 +227,12 @@ class Operation(models.Model):
             compensate=compensate,
             **kwargs,
         )
+
+    async def acall(
+        self, name: str, function: Callable[..., Awaitable[T]], *args: Any, **options: Any
+    ) -> T:
+        """`call` of a coroutine function."""
+        return await self._steps().acall(name, function, *args, **options)  # type: ignore[no-any-return]
 
     def reverse(self, *, reason: str) -> None:
         """Undo a finished stepwise operation: see `idempotency.reversal.reverse`."""
@@ -225,16 +251,25 @@ class Operation(models.Model):
         """
         raise OutcomeUnknown(operation_id=self.pk, provider_ref=provider_ref)
 
-    def requires_action(self) -> None:
-        """Store the handler's answer as `requires_action` instead of `succeeded` or `failed`."""
+    def requires_action(self, name: str = "action") -> Any:
+        """Store the handler's answer as `requires_action` instead of `succeeded` or `failed`.
+
+        The answer tells the caller what to do (a redirect, say) and is replayed until somebody resolves
+        the operation. A stepwise operation then runs on: the next attempt comes here again, and this
+        returns what it was resolved with. The first time it returns None. `name` tells several actions
+        of one operation apart.
+        """
         if self.execution is None:
             raise ConfigurationError("requires_action() belongs inside the operation's handler")
+        if hasattr(self.execution, "action"):
+            return self.execution.action(name)
         self.execution.declared_status = Status.REQUIRES_ACTION
+        return None
 
     def refer(self, name: str, value: object) -> None:
         """Record another name of the operation ("order", 42), in the current transaction."""
-        Reference.objects.using(self._state.db).get_or_create(
-            operation_id=self.pk, name=name, value=str(value)
+        Reference.objects.using(self.using).get_or_create(
+            operation_id=self.pk, name=name, value=Reference.shortened(value)
         )
 
     def _steps(self) -> Any:
@@ -317,6 +352,14 @@ class Reference(models.Model):
 
     def __str__(self) -> str:
         return f"{self.name} {self.value}"
+
+    @staticmethod
+    def shortened(value: object) -> str:
+        """What is stored and looked up: the value, or its beginning and a hash when it is too long."""
+        text = str(value)
+        if len(text) <= 150:
+            return text
+        return f"{text[:85]}:{hashlib.sha256(text.encode()).hexdigest()}"
 
 
 def describe_error(error: BaseException) -> str:

@@ -41,6 +41,11 @@ class Step(models.Model):
         verbose_name_plural = _("steps")
         ordering = ("id",)
         constraints = (
+            models.CheckConstraint(
+                condition=Q(status=StepStatus.STARTED, done_at__isnull=True)
+                | Q(status=StepStatus.DONE, done_at__isnull=False),
+                name="idempotency_step_done_at",
+            ),
             models.UniqueConstraint(fields=["operation", "name"], name="idempotency_step_once"),
         )
 
@@ -63,6 +68,8 @@ class Branch(models.Model):
     transaction = models.CharField(_("transaction"), max_length=255)
     name = models.CharField(_("branch"), max_length=255)
     status = models.CharField(_("status"), max_length=16, choices=BranchStatus)
+    #: Tries and cancels that arrived; the one that made it 1 made the row.
+    calls = models.PositiveIntegerField(_("calls"), default=1)
     created_at = models.DateTimeField(_("created"))
     changed_at = models.DateTimeField(_("changed"))
 
