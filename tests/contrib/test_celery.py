@@ -1,0 +1,972 @@
+"""`@idempotent_task`, delivered as a worker delivers: from a queue, through Celery's own tracer."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from datetime import UTC, date, datetime, timedelta, timezone
+from decimal import Decimal
+from enum import Enum
+from io import StringIO
+from typing import Any
+from unittest import mock
+from uuid import UUID
+
+import pytest
+from celery import chain, chord, group, shared_task
+from celery.exceptions import Ignore, SoftTimeLimitExceeded
+from django.db import connections, transaction
+from django.utils import timezone as django_timezone
+
+from idempotency import engine, log
+from idempotency.contrib.celery import KEY_HEADER, OPERATION_HEADER, idempotent_task, slot_key
+from idempotency.exceptions import (
+    ConfigurationError,
+    InProgress,
+    Mismatch,
+    StoredFailure,
+    Unavailable,
+)
+from idempotency.models import EventKind, Operation, Status
+from tests.app.models import Effect
+from tests.callers import RETRY_SECONDS, effects
+from tests.processes import Child, Died, in_threads
+from tests.queues import Queue, queue
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+INVOICE = UUID("01890a5d-ac96-774b-bcce-b302099a8057")
+
+
+class Colour(Enum):
+    RED = "red"
+
+
+class Sold(Exception):
+    """A failure that a retry cannot change."""
+
+
+@pytest.fixture
+def broker() -> Iterator[Queue]:
+    with queue() as found:
+        yield found
+
+
+def effect(label: str, amount: int = 0) -> int:
+    return Effect.objects.create(label=label, amount=amount).pk
+
+
+def only() -> Operation:
+    return Operation.objects.get()
+
+
+# Which intent a task stands for ------------------------------------------------------------------
+
+
+def test_a_redelivery_returns_the_stored_result(broker: Queue) -> None:
+    """BUGS N06: sequential second delivery after success. RULES 101."""
+
+    @broker.task
+    @idempotent_task()
+    def pay(amount: int) -> dict[str, Any]:
+        return {"effect": effect("pay", amount), "paid": Decimal("5.00"), "on": date(2026, 1, 1)}
+
+    pay.delay(5)
+    delivery = broker.sent()
+    first, second = broker.deliver(delivery), broker.deliver(delivery)
+    assert first.state == second.state == "SUCCESS"
+    assert first.value == second.value
+    assert isinstance(second.value["paid"], Decimal)
+    assert effects("pay") == 1
+
+
+def test_every_delivery_of_one_message_has_one_effect(broker: Queue) -> None:
+    """BUGS N01: the same delayed message four times, on two workers; N02: with a countdown."""
+
+    @broker.task
+    @idempotent_task()
+    def pay() -> int:
+        return effect("pay")
+
+    pay.apply_async(countdown=7200)
+    delivery = broker.sent()
+    assert delivery.headers["eta"]
+
+    def worker() -> list[Any]:
+        return [broker.deliver(delivery).value for _ in range(2)]
+
+    results = in_threads([worker, worker])
+    assert effects("pay") == 1
+    values = {value for pair in results for value in pair if isinstance(value, int)}
+    assert len(values) == 1
+    assert {ended.value for ended in broker.work()} <= values  # those that met the running one
+
+
+def test_two_messages_without_a_key_are_two_intents(broker: Queue) -> None:
+    @broker.task
+    @idempotent_task()
+    def pay() -> int:
+        return effect("pay")
+
+    pay.delay()
+    pay.delay()
+    assert len({ended.value for ended in broker.work()}) == 2
+    assert effects("pay") == 2
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "order_id",
+        ["order_id"],
+        lambda order_id, **kwargs: order_id,
+        lambda order_id, note="": f"receipt:{order_id}",
+    ],
+)
+def test_a_key_of_arguments_makes_messages_one_intent(broker: Queue, key: Any) -> None:
+    @broker.task
+    @idempotent_task(key=key)
+    def send_receipt(order_id: int, note: str = "") -> int:
+        return effect(f"receipt {order_id}")
+
+    send_receipt.delay(7)
+    send_receipt.delay(order_id=7, note="")  # the same call, written in another way
+    send_receipt.delay(8)
+    broker.work()
+    assert (effects("receipt 7"), effects("receipt 8")) == (1, 1)
+
+
+def test_several_arguments_can_be_the_key(broker: Queue) -> None:
+    @broker.task
+    @idempotent_task(key=("shop", "day"))
+    def report(shop: str, day: date) -> int:
+        return effect("report")
+
+    for shop, day in (("a:b", date(2026, 1, 1)), ("a", date(2026, 1, 1)), ("a", date(2026, 1, 2))):
+        report.delay(shop, day)
+        report.delay(shop, day)
+    broker.work()
+    assert effects("report") == 3
+    assert set(Operation.objects.values_list("key", flat=True)) == {
+        "a%3Ab:2026-01-01",
+        "a:2026-01-01",
+        "a:2026-01-02",
+    }
+
+
+def test_the_key_header_names_the_intent(broker: Queue) -> None:
+    """RULES 101: explicit key, then the header, then the task id."""
+
+    @broker.task
+    @idempotent_task()
+    def pay() -> int:
+        return effect("pay")
+
+    @broker.task
+    @idempotent_task(key=lambda: "explicit")
+    def refund() -> int:
+        return effect("refund")
+
+    for task in (pay, refund):
+        task.apply_async(headers={KEY_HEADER: "from the outbox"})
+        task.apply_async(headers={KEY_HEADER: "from the outbox"})
+    refund.apply_async()
+    broker.work()
+    assert (effects("pay"), effects("refund")) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("value", "equal", "other"),
+    [
+        (INVOICE, str(INVOICE), UUID(int=7)),
+        (Decimal("1.10"), Decimal("1.10"), Decimal("1.1")),
+        (
+            datetime(2026, 3, 1, 12, tzinfo=UTC),
+            datetime(2026, 3, 1, 13, tzinfo=timezone(timedelta(hours=1))),
+            datetime(2026, 3, 1, 13, tzinfo=UTC),
+        ),
+        (date(2026, 3, 1), date(2026, 3, 1), date(2026, 3, 2)),
+        (Colour.RED, "red", "blue"),
+        ("a b ü", "a b ü", "a b u"),
+        ("x" * 300, "x" * 300, "x" * 301),
+        (12, 12, 13),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_plain_arguments_of_every_kind_make_keys(
+    broker: Queue, value: Any, equal: Any, other: Any
+) -> None:
+    """BUGS O06. Run eagerly where the wire format has no such type."""
+
+    @broker.task
+    @idempotent_task(key="what", fingerprint=lambda what: None)
+    def run(what: Any) -> int:
+        return effect("run")
+
+    results = [run.apply((what,), throw=True).get() for what in (value, equal, other)]
+    assert results[0] == results[1] != results[2]
+
+
+def test_typed_arguments_survive_the_queue(broker: Queue) -> None:
+    """BUGS O06: what a redelivery brings has the fingerprint of what was sent."""
+
+    @broker.task
+    @idempotent_task(key=("invoice", "amount", "at"))
+    def run(invoice: UUID, amount: Decimal, at: datetime) -> str:
+        effect("run")
+        return f"{type(invoice).__name__} {type(amount).__name__} {type(at).__name__}"
+
+    run.delay(INVOICE, Decimal("1.10"), datetime(2026, 3, 1, tzinfo=UTC))
+    delivery = broker.sent()
+    ended = [broker.deliver(delivery), broker.deliver(delivery)]
+    assert [each.value for each in ended] == ["UUID Decimal datetime"] * 2
+    assert effects("run") == 1
+
+
+@pytest.mark.parametrize("place", [lambda row: row, lambda row: [row], lambda row: {"a": (row,)}])
+def test_model_instances_are_refused_as_arguments(broker: Queue, place: Any) -> None:
+    """BUGS O07: two instances that print alike must not be one intent."""
+
+    @broker.task
+    @idempotent_task(key=lambda row: "constant")
+    def ship(row: Any) -> int:
+        return effect("shipped")
+
+    row = Effect.objects.create(label="row")
+    with pytest.raises(TypeError, match=r"row holds a testapp\.Effect instance.*primary key"):
+        ship.apply((place(row),), throw=True)
+    assert effects("shipped") == Operation.objects.count() == 0
+
+
+def test_a_model_instance_is_refused_as_a_key(broker: Queue) -> None:
+    @broker.task
+    @idempotent_task(key=lambda pk: Effect.objects.get(pk=pk))
+    def ship(pk: int) -> int:
+        return effect("shipped")
+
+    with pytest.raises(TypeError, match="primary key"):
+        ship.apply((Effect.objects.create(label="row").pk,), throw=True)
+
+
+def test_the_same_key_with_other_arguments_is_refused_visibly(broker: Queue) -> None:
+    @broker.task
+    @idempotent_task(key="order_id")
+    def pay(order_id: int, amount: int) -> int:
+        return effect("pay", amount)
+
+    pay.delay(1, 10)
+    pay.delay(1, 11)
+    ended = broker.work()
+    assert [each.state for each in ended] == ["SUCCESS", "FAILURE"]
+    assert isinstance(ended[1].value, Mismatch)
+    assert Effect.objects.get().amount == 10
+
+
+def test_a_call_without_a_task_id_needs_a_key(broker: Queue) -> None:
+    @broker.task
+    @idempotent_task()
+    def pay() -> int:
+        return effect("pay")
+
+    @broker.task
+    @idempotent_task(key=lambda: "constant")
+    def refund() -> int:
+        return effect("refund")
+
+    with pytest.raises(TypeError, match="without a task id"):
+        pay()
+    assert refund() == refund()
+    assert effects("refund") == 1
+
+
+def test_other_tasks_and_scopes_have_keys_of_their_own(broker: Queue) -> None:
+    def body(tenant: str) -> int:
+        return effect("ran")
+
+    @broker.task(name="one")
+    @idempotent_task(key=lambda tenant: "k", name="one", fingerprint=lambda tenant: None)
+    def one(tenant: str) -> int:
+        return body(tenant)
+
+    @broker.task(name="two")
+    @idempotent_task(key=lambda tenant: "k", name="two", scope=lambda tenant: ("tenant", tenant))
+    def two(tenant: str) -> int:
+        return body(tenant)
+
+    for task in (one, two):
+        for tenant in ("a", "b", "a"):
+            task.delay(tenant)
+    broker.work()
+    assert effects("ran") == 1 + 2
+
+
+def test_bound_tasks_and_task_classes_keep_self_out_of_the_intent(broker: Queue) -> None:
+    @broker.task(bind=True)
+    @idempotent_task(key="order_id")
+    def bound(self: Any, order_id: int) -> tuple[str, int]:
+        return self.request.id, effect("bound")
+
+    class Ship(broker.app.Task):  # type: ignore[name-defined,misc]
+        name = "ship"
+
+        @idempotent_task(key="order_id")
+        def run(self, order_id: int) -> int:
+            return effect(self.name)
+
+    ship = broker.app.register_task(Ship())
+    for task in (bound, ship):
+        task.delay(1)
+        task.delay(order_id=1)
+    ended = broker.work()
+    assert [each.state for each in ended] == ["SUCCESS"] * 4
+    assert (effects("bound"), effects("ship")) == (1, 1)
+
+
+# Options that contradict each other --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"on_interrupted": "reconcile", "give_up_after": 3}, "never runs an interrupted task"),
+        ({"give_up_after": 0}, "at least 1"),
+        ({"countdown": 0}, "spins"),
+        ({"methods": ["POST"]}, "only of a view"),
+        ({"required": True}, "only of a view"),
+        ({"key": "order"}, "no argument 'order'"),
+        ({"key": ()}, "no argument"),
+        ({"failures": Sold}, "tuple"),
+        ({"lease": -1}, "lease"),
+    ],
+)
+def test_contradictory_options_are_errors_at_import(options: Any, message: str) -> None:
+    """BUGS O09."""
+
+    def pay(order_id: int) -> None: ...
+
+    with pytest.raises(ConfigurationError, match=message):
+        idempotent_task(**options)(pay)
+
+
+def test_a_coroutine_function_is_refused() -> None:
+    async def pay() -> None: ...
+
+    with pytest.raises(ConfigurationError, match="does not await"):
+        idempotent_task()(pay)
+
+
+# Failures and retries ----------------------------------------------------------------------------
+
+
+def test_after_a_failure_the_next_call_runs_at_once(broker: Queue) -> None:
+    """BUGS O03."""
+    fail = [True]
+
+    @broker.task
+    @idempotent_task(key="order_id")
+    def pay(order_id: int) -> int:
+        pk = effect("pay")
+        if fail.pop():
+            raise ValueError("not this time")
+        return pk
+
+    pay.delay(1)
+    assert broker.work()[0].state == "FAILURE"
+    assert effects("pay") == 0
+    fail.append(False)
+    pay.delay(1)
+    assert broker.work()[0].state == "SUCCESS"
+    assert effects("pay") == 1
+
+
+def test_declared_failures_are_final_and_raised_on_every_delivery(broker: Queue) -> None:
+    calls = []
+
+    @broker.task
+    @idempotent_task(key="order_id", failures=(Sold,))
+    def ship(order_id: int) -> None:
+        calls.append(order_id)
+        effect("ship")
+        raise Sold("nothing left")
+
+    ship.delay(1)
+    ship.delay(1)
+    ended = broker.work()
+    assert [(each.state, str(each.value)) for each in ended] == [("FAILURE", "nothing left")] * 2
+    assert all(isinstance(each.value, StoredFailure) for each in ended)
+    assert calls == [1]
+    assert effects("ship") == 0
+
+
+def test_retry_keeps_the_operation_and_counts_its_attempts(broker: Queue) -> None:
+    @broker.task(bind=True, max_retries=5)
+    @idempotent_task()
+    def pay(self: Any) -> int:
+        effect("pay", self.request.retries)
+        if self.request.retries < 2:
+            raise self.retry(countdown=60)
+        return int(self.request.retries)
+
+    pay.apply_async(headers={KEY_HEADER: "intent", "custom": "kept"})
+    ended = broker.work()
+    assert [each.state for each in ended] == ["RETRY", "RETRY", "SUCCESS"]
+    assert [row.amount for row in Effect.objects.all()] == [2]
+    operation = only()
+    assert (operation.key, operation.attempt, operation.status) == ("intent", 3, "succeeded")
+
+
+def test_automatic_retries_work_as_without_protection(broker: Queue) -> None:
+    @broker.task(bind=True, autoretry_for=(Exception,), max_retries=3, retry_backoff=True)
+    @idempotent_task(failures=(Sold,))
+    def pay(self: Any, hopeless: bool) -> int:
+        effect("pay")
+        if hopeless:
+            raise Sold("gone")
+        if self.request.retries < 2:
+            raise ConnectionError
+        return 7
+
+    pay.delay(False)
+    assert [each.state for each in broker.work()] == ["RETRY", "RETRY", "SUCCESS"]
+    assert (effects("pay"), only().attempt) == (1, 3)
+
+
+def test_a_final_failure_is_not_worth_automatic_retries(broker: Queue) -> None:
+    @broker.task(autoretry_for=(Exception,), dont_autoretry_for=(StoredFailure,))
+    @idempotent_task(failures=(Sold,))
+    def pay() -> None:
+        raise Sold("gone")
+
+    pay.delay()
+    assert [each.state for each in broker.work()] == ["FAILURE"]
+
+
+@pytest.mark.parametrize("error", [Ignore("mine"), SoftTimeLimitExceeded()])
+def test_control_flow_is_never_stored_as_a_failure(broker: Queue, error: Exception) -> None:
+    """`failures=(Exception,)` names the base class of how Celery steers tasks, too."""
+    raised = [error]
+
+    @broker.task
+    @idempotent_task(key=lambda: "k", failures=(Exception,))
+    def pay() -> int:
+        pk = effect("pay")
+        if raised:
+            raise raised.pop()
+        return pk
+
+    pay.delay()
+    assert broker.work()[0].state in {"IGNORED", "FAILURE"}
+    assert (effects("pay"), only().status) == (0, Status.PROCESSING)
+    pay.delay()
+    assert broker.work()[0].state == "SUCCESS"
+    assert effects("pay") == 1
+
+
+def test_a_retry_is_never_stored_as_a_failure(broker: Queue) -> None:
+    @broker.task(bind=True)
+    @idempotent_task(failures=(Exception,))
+    def pay(self: Any) -> int:
+        if not self.request.retries:
+            raise self.retry(countdown=1)
+        return effect("pay")
+
+    pay.delay()
+    assert [each.state for each in broker.work()] == ["RETRY", "SUCCESS"]
+
+
+def test_nothing_is_published_by_an_attempt_that_rolls_back(broker: Queue) -> None:
+    """`delay_on_commit` inside a task waits for the transaction of its effects."""
+
+    @broker.task
+    def follow(label: str) -> None:
+        effect(label)
+
+    @broker.task(bind=True)
+    @idempotent_task()
+    def pay(self: Any) -> None:
+        follow.delay_on_commit(f"retries {self.request.retries}")
+        assert not broker.waiting()
+        if not self.request.retries:
+            raise self.retry(countdown=1)
+
+    pay.delay()
+    broker.work()
+    assert [row.label for row in Effect.objects.all()] == ["retries 1"]
+
+
+def test_sending_writes_nothing_that_the_worker_could_meet(broker: Queue) -> None:
+    """BUGS O11: enqueue and start both upsert the row. Here the row is the worker's alone."""
+
+    @broker.task
+    @idempotent_task()
+    def pay() -> int:
+        return effect("pay")
+
+    with transaction.atomic():
+        pay.delay_on_commit()
+        assert broker.waiting() == []
+    assert Operation.objects.count() == 0
+    assert broker.work()[0].state == "SUCCESS"
+
+
+# A duplicate that meets the first ----------------------------------------------------------------
+
+
+@pytest.fixture
+def running(broker: Queue) -> Any:
+    """A task whose first delivery runs until `finish()`: a lease, so that it works with one writer."""
+    inside, go = threading.Event(), threading.Event()
+    results: list[Any] = []
+
+    @broker.task(name="long")
+    @idempotent_task(countdown=30, stepwise=True)
+    def long(*args: Any) -> int:
+        inside.set()
+        assert go.wait(60)
+        return current_step()
+
+    def current_step() -> int:
+        operation = engine.current()
+        assert operation is not None
+        return int(operation.step("effect", effect, "long"))
+
+    def start(delivery: Any) -> None:
+        def run() -> None:
+            results.append(broker.deliver(delivery))
+            connections.close_all()
+
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        assert inside.wait(60)
+
+        def finish() -> Any:
+            go.set()
+            thread.join(60)
+            return results[0]
+
+        long.finish = finish
+
+    long.start = start
+    yield long
+    go.set()
+
+
+def test_it_is_put_back_and_returns_the_result_later(broker: Queue, running: Any) -> None:
+    """BUGS N03, RULES 103: not run in parallel, not acknowledged and dropped."""
+    running.delay()
+    delivery = broker.sent()
+    running.start(delivery)
+    assert [broker.deliver(delivery).state for _ in range(2)] == ["IGNORED", "IGNORED"]
+    again = broker.waiting()
+    assert [each.id for each in again] == [delivery.id] * 2
+    assert all(each.headers["eta"] and each.headers["retries"] == 0 for each in again)
+    first = running.finish()
+    assert [broker.deliver(each) for each in again] == [first, first]
+    assert (first.state, effects("long")) == ("SUCCESS", 1)
+
+
+def test_what_is_put_back_is_the_same_task_in_every_respect(broker: Queue, running: Any) -> None:
+    callback = broker.app.signature("callback")
+    signature = running.s(1).set(
+        headers={KEY_HEADER: "k", "custom": "x"}, expires=9000, ignore_result=True, shadow="shade"
+    )
+    signature.apply_async(
+        link=callback, link_error=callback, retries=2, group_id="g", chord=callback
+    )
+    delivery = broker.sent()
+    running.start(delivery)
+    broker.deliver(delivery)
+    again = broker.sent()
+    changed = {"eta", "origin", "parent_id"}
+    assert {k: v for k, v in again.headers.items() if k not in changed} == {
+        k: v for k, v in delivery.headers.items() if k not in changed
+    }
+    assert again.body[0] == delivery.body[0]
+    for part in ("callbacks", "errbacks", "chord"):
+        assert again.body[2][part], part
+    running.finish()
+
+
+def test_retries_of_the_task_are_not_used_up_by_waiting(broker: Queue, running: Any) -> None:
+    running.max_retries = 1
+    running.delay()
+    delivery = broker.sent()
+    running.start(delivery)
+    for _ in range(5):
+        assert broker.deliver(delivery).state == "IGNORED"
+        delivery = broker.sent()
+    running.finish()
+    assert broker.deliver(delivery).state == "SUCCESS"
+
+
+@pytest.mark.parametrize("autoretry_for", [(), (Exception,)])
+def test_if_nothing_can_be_published_the_broker_keeps_the_delivery(
+    broker: Queue, autoretry_for: Any
+) -> None:
+    @broker.task(autoretry_for=autoretry_for)
+    @idempotent_task()
+    def pay() -> None:
+        raise Unavailable
+
+    pay.delay()
+    delivery = broker.sent()
+    with mock.patch.object(broker.app.amqp, "send_task_message", side_effect=ConnectionError):
+        ended = broker.deliver(delivery)
+    assert (ended.state, ended.value.requeue) == ("REJECTED", True)
+
+
+def test_a_database_that_is_away_puts_the_task_back(broker: Queue) -> None:
+    @broker.task
+    @idempotent_task()
+    def pay() -> int:
+        return effect("pay")
+
+    pay.delay()
+    delivery = broker.sent()
+    with mock.patch.object(engine, "begin", side_effect=Unavailable):
+        assert broker.deliver(delivery).state == "IGNORED"
+    assert [each.state for each in broker.work()] == ["SUCCESS"]
+
+
+def test_the_late_result_of_a_run_that_lost_its_lease_changes_nothing(broker: Queue) -> None:
+    """BUGS N11."""
+    runs: list[str] = []
+
+    @broker.task
+    @idempotent_task(key=lambda: "k", stepwise=True)
+    def slow() -> int:
+        runs.append("run")
+        number = len(runs)
+        if number == 1:  # stalls beyond its lease, and the broker delivers again
+            Operation.objects.update(lease_expires_at=django_timezone.now() - timedelta(hours=1))
+            [other] = in_threads([lambda: broker.deliver(delivery)])
+            assert other.value == 2
+        return number
+
+    slow.delay()
+    delivery = broker.sent()
+    assert broker.deliver(delivery).state == "IGNORED"  # it must not say "1"
+    assert [each.value for each in broker.work()] == [2]
+
+
+def test_six_copies_at_once_have_one_effect(broker: Queue) -> None:
+    """BUGS N05, O05: six copies start within a second; nobody's lookup fails."""
+
+    @broker.task
+    @idempotent_task()
+    def pay() -> int:
+        return effect("pay")
+
+    pay.delay()
+    delivery = broker.sent()
+    ended = in_threads([lambda: broker.deliver(delivery)] * 6)
+    ended += broker.work()
+    assert {each.state for each in ended} <= {"SUCCESS", "IGNORED"}
+    assert [each.state for each in ended].count("SUCCESS") == 6
+    assert effects("pay") == 1
+
+
+# Workers that die --------------------------------------------------------------------------------
+
+
+def dies_when_told(broker: Queue, **options: Any) -> Any:
+    @broker.task(name="dies")
+    @idempotent_task(key=lambda death: "k", fingerprint=lambda death: None, **options)
+    def dies(death: bool) -> int:
+        pk = effect("dies")
+        if death:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return pk
+
+    return dies
+
+
+def killed(broker: Queue, delivery: Any) -> None:
+    with pytest.raises(Died) as end:
+        Child(lambda: broker.deliver(delivery).state).result()
+    assert end.value.signal == signal.SIGKILL
+
+
+def after_death(broker: Queue, delivery: Any) -> Any:
+    """The next delivery that is not put back: the server needs a moment to see a client is gone."""
+    deadline = django_timezone.now() + timedelta(seconds=RETRY_SECONDS)
+    while (ended := broker.deliver(delivery)).state == "IGNORED":
+        assert django_timezone.now() < deadline
+        broker.waiting()
+    return ended
+
+
+def test_after_a_kill_the_next_call_runs_without_any_clean_up(broker: Queue) -> None:
+    """BUGS N10, O01, O12: no lock stays behind that somebody would have to release."""
+    dies = dies_when_told(broker)
+    dies.delay(True)
+    killed(broker, broker.sent())
+    assert effects("dies") == 0
+    dies.delay(False)
+    assert after_death(broker, broker.sent()).state == "SUCCESS"
+    assert effects("dies") == 1
+
+
+def test_a_task_that_kills_its_worker_again_and_again_ends_dead(broker: Queue) -> None:
+    """RULES 104."""
+    dies = dies_when_told(broker, give_up_after=3)
+    dies.delay(True)
+    delivery = broker.sent()
+    for _ in range(3):
+        assert only_or_none() in (None, Status.PROCESSING)
+        killed(broker, delivery)
+    ended = after_death(broker, delivery)
+    assert ended.state == "FAILURE"
+    assert isinstance(ended.value, StoredFailure)
+    assert ended.value.error_type == "idempotency.contrib.task_calls.ExecutorsLost"
+    assert "3 executors vanished" in str(ended.value)
+    assert (only().status, effects("dies")) == (Status.FAILED, 0)
+    assert broker.deliver(delivery).state == "FAILURE"  # and stays dead
+
+
+def only_or_none() -> str | None:
+    return Operation.objects.values_list("status", flat=True).first()
+
+
+def test_failures_that_are_reported_do_not_count_as_deaths(broker: Queue) -> None:
+    calls: list[int] = []
+
+    @broker.task
+    @idempotent_task(key=lambda: "k", give_up_after=1)
+    def pay() -> int:
+        calls.append(1)
+        if len(calls) < 4:
+            raise ValueError
+        return effect("pay")
+
+    for _ in range(4):
+        pay.delay()
+    assert [each.state for each in broker.work()] == ["FAILURE"] * 3 + ["SUCCESS"]
+
+
+def test_an_interrupted_task_that_must_not_rerun_waits_for_a_decision(broker: Queue) -> None:
+    dies = dies_when_told(broker, on_interrupted="reconcile")
+    dies.delay(True)
+    delivery = broker.sent()
+    killed(broker, delivery)
+    Operation.objects.update(created_at=django_timezone.now() - timedelta(minutes=1))
+    ended = after_death(broker, delivery)
+    assert (ended.state, only().status) == ("FAILURE", Status.RECONCILING)
+    assert effects("dies") == 0
+
+
+# Eager mode, canvas, results ---------------------------------------------------------------------
+
+
+def test_eager_tasks_behave_alike(broker: Queue) -> None:
+    broker.app.conf.task_always_eager = True
+
+    @broker.task(bind=True, max_retries=3)
+    @idempotent_task(key="order_id")
+    def pay(self: Any, order_id: int) -> int:
+        effect("pay")
+        if self.request.retries < 2:
+            raise self.retry(countdown=60)
+        return order_id
+
+    for propagates in (False, True):
+        broker.app.conf.task_eager_propagates = propagates
+        assert pay.delay(1).get() == 1
+        assert pay.delay(2).get() == 2
+    assert effects("pay") == 2
+    assert list(Operation.objects.values_list("attempt", flat=True)) == [3, 3]
+
+
+def test_an_eager_duplicate_has_no_broker_to_be_put_back_into(broker: Queue) -> None:
+    @broker.task
+    @idempotent_task(key=lambda: "k", stepwise=True)
+    def pay() -> int:
+        return 1
+
+    pay.apply()
+    Operation.objects.update(
+        status=Status.PROCESSING,
+        lease_expires_at=django_timezone.now() + timedelta(hours=1),
+        finished_at=None,
+        expires_at=None,
+        tombstone_until=None,
+    )
+    with pytest.raises(InProgress):
+        pay.apply(throw=True)
+
+
+def test_eager_tasks_join_the_callers_transaction(broker: Queue) -> None:
+    broker.app.conf.task_always_eager = True
+
+    @broker.task
+    @idempotent_task(key=lambda: "k")
+    def pay() -> int:
+        return effect("pay")
+
+    with transaction.atomic():
+        pay.delay()
+        transaction.set_rollback(True)
+    assert Operation.objects.count() == effects("pay") == 0
+    pay.delay()
+    assert effects("pay") == 1
+
+
+def test_results_are_kept_for_duplicates_even_if_celery_ignores_them(broker: Queue) -> None:
+    """RULES 101."""
+
+    @broker.task(ignore_result=True)
+    @idempotent_task()
+    def pay() -> int:
+        return effect("pay")
+
+    pay.delay()
+    delivery = broker.sent()
+    assert broker.deliver(delivery).value == broker.deliver(delivery).value
+    assert broker.app.AsyncResult(delivery.id).result is None
+
+
+def test_a_duplicate_in_a_chain_hands_the_same_result_to_the_same_next_task(broker: Queue) -> None:
+    @broker.task
+    @idempotent_task()
+    def first() -> int:
+        return effect("first")
+
+    @broker.task
+    @idempotent_task()
+    def second(pk: int) -> int:
+        return effect("second", pk)
+
+    chain(first.s(), second.s())()
+    delivery = broker.sent()
+    broker.deliver(delivery)
+    broker.deliver(delivery)  # the worker died before it could acknowledge
+    assert [each.state for each in broker.work()] == ["SUCCESS", "SUCCESS"]
+    assert (effects("first"), effects("second")) == (1, 1)
+
+
+def test_groups_and_eager_chords_pass_results_on(broker: Queue) -> None:
+    broker.app.conf.task_always_eager = True
+
+    @broker.task
+    @idempotent_task(key="number")
+    def square(number: int) -> int:
+        effect("square")
+        return number * number
+
+    @broker.task
+    @idempotent_task(key=lambda squares: "total")
+    def total(squares: list[int]) -> int:
+        effect("total")
+        return sum(squares)
+
+    for _ in range(2):
+        assert group(square.s(n) for n in (1, 2, 3))().get() == [1, 4, 9]
+        assert chord([square.s(n) for n in (1, 2, 3)])(total.s()).get() == 14
+    assert (effects("square"), effects("total")) == (3, 1)
+
+
+def test_shared_tasks_are_protected_too(broker: Queue) -> None:
+    @shared_task(name=f"{broker.name}.shared")
+    @idempotent_task(key="order_id")
+    def ship(order_id: int) -> int:
+        return effect("ship")
+
+    for _ in range(2):
+        ship.apply((1,), throw=True)
+    assert effects("ship") == 1
+
+
+# Headers and logs --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def lines() -> Iterator[StringIO]:
+    stream = StringIO()
+    handler = logging.StreamHandler(stream)
+    handler.addFilter(log.OperationFilter())
+    handler.setFormatter(logging.Formatter("%(operation_id)s %(sent_by)s %(message)s"))
+    logger = logging.getLogger("shop.tasks")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    yield stream
+    logger.removeHandler(handler)
+
+
+def test_the_operations_id_travels_with_what_it_sends(broker: Queue, lines: StringIO) -> None:
+    logger = logging.getLogger("shop.tasks")
+
+    @broker.task
+    def plain() -> None:
+        logger.info("plain")
+        last.delay()
+
+    @broker.task
+    def last() -> None:
+        logger.info("last")
+
+    @broker.task
+    @idempotent_task()
+    def receive() -> None:
+        logger.info("protected")
+
+    @broker.task
+    @idempotent_task()
+    def send() -> None:
+        logger.info("send")
+        plain.delay()
+        receive.delay_on_commit()
+
+    send.delay()
+    broker.work()
+    logger.info("outside")
+    ids = dict(Operation.objects.values_list("name", "pk"))
+    sender = next(pk for name, pk in ids.items() if name.endswith("send"))
+    receiver = next(pk for name, pk in ids.items() if name.endswith("receive"))
+    assert lines.getvalue().splitlines() == [
+        f"{sender} - send",
+        f"{sender} {sender} plain",
+        f"{receiver} {sender} protected",
+        f"{sender} {sender} last",
+        "- - outside",
+    ]
+
+
+def test_the_headers_survive_a_retry(broker: Queue) -> None:
+    seen = []
+
+    @broker.task(bind=True)
+    @idempotent_task()
+    def pay(self: Any) -> None:
+        seen.append((self.request.headers[OPERATION_HEADER], self.request.headers[KEY_HEADER]))
+        if not self.request.retries:
+            raise self.retry(countdown=1)
+
+    pay.apply_async(headers={KEY_HEADER: "k", OPERATION_HEADER: "from"})
+    broker.work()
+    assert seen == [("from", "k")] * 2
+
+
+def test_a_slot_is_an_instant() -> None:
+    """RULES 105."""
+    slot = datetime(2026, 10, 25, 2, 30, tzinfo=timezone(timedelta(hours=2)))
+    assert slot_key("nightly", slot) == "nightly@2026-10-25T00:30:00+00:00"
+    assert slot_key("nightly", slot) == slot_key("nightly", slot.astimezone(UTC))
+    assert slot_key("nightly", slot) != slot_key("nightly", slot + timedelta(hours=1))
+    with pytest.raises(ValueError, match="time zone"):
+        slot_key("nightly", datetime(2026, 10, 25, 2, 30))  # noqa: DTZ001
+
+
+def test_events_tell_replays_of_a_task(broker: Queue) -> None:
+    @broker.task
+    @idempotent_task()
+    def pay() -> int:
+        return effect("pay")
+
+    pay.delay()
+    delivery = broker.sent()
+    for _ in range(3):
+        broker.deliver(delivery)
+    assert [event.kind for event in only().events.all()] == [EventKind.REPLAYED] * 2
