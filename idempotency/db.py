@@ -50,8 +50,13 @@ STEP = (
 STARTING = 2
 
 #: SQLSTATE classes and MySQL error numbers after which the same statements may simply succeed.
-_TRANSIENT_SQLSTATES = ("40001", "40P01", "55P03", "57P", "08", "53", "25P03")
-_TRANSIENT_ERRNOS = {1020, 1040, 1205, 1213, 2002, 2003, 2006, 2013, 2055, 4031}
+_TRANSIENT_SQLSTATES = ("40001", "40P01", "55P03", "57P", "08", "53", "25P03", "25006")
+_TRANSIENT_ERRNOS = {
+    *(1020, 1205, 1213),  # changed since read, lock timeout, deadlock
+    *(1040, 1203, 2002, 2003),  # no connection to be had
+    *(1053, 1927, 2006, 2013, 2055, 4031),  # the connection is gone
+    1290,  # a server that has become a replica
+}
 _SQLITE_BUSY = ("locked", "busy")
 
 
@@ -59,6 +64,10 @@ def is_transient(error: BaseException) -> bool:
     """Deadlock, serialization failure, lock timeout, lost connection, busy SQLite."""
     if not isinstance(error, DatabaseError | InterfaceError):
         return False
+    if error.args and isinstance(error.args[0], int):  # MySQL; its SQLSTATEs say too little
+        return isinstance(error, InterfaceError) or (
+            isinstance(error, OperationalError) and error.args[0] in _TRANSIENT_ERRNOS
+        )
     cause = error.__cause__ or error
     state = getattr(cause, "sqlstate", None) or getattr(cause, "pgcode", None)
     if state:
@@ -67,8 +76,6 @@ def is_transient(error: BaseException) -> bool:
         return True
     if not isinstance(error, OperationalError):
         return False
-    if error.args and isinstance(error.args[0], int):
-        return error.args[0] in _TRANSIENT_ERRNOS
     if type(cause).__module__ == "sqlite3":
         return any(word in str(error) for word in _SQLITE_BUSY)
     return True  # psycopg without an SQLSTATE: the connection broke before the server could say why
