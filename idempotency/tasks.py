@@ -29,7 +29,7 @@ BEAT_SCHEDULE: dict[str, dict[str, Any]] = {
 }
 
 
-@shared_task(name="idempotency.tasks.purge_expired", ignore_result=True)  # type: ignore[untyped-decorator]
+@shared_task(name="idempotency.tasks.purge_expired", ignore_result=True)
 def purge_expired(
     using: str | None = None, batch_size: int | None = None, max_seconds: float | None = None
 ) -> dict[str, Any]:
@@ -48,7 +48,7 @@ def purge_expired(
     return purged
 
 
-@shared_task(name="idempotency.tasks.relay_outbox", ignore_result=True)  # type: ignore[untyped-decorator]
+@shared_task(name="idempotency.tasks.relay_outbox", ignore_result=True)
 def relay_outbox(using: str | None = None, max_seconds: float | None = None) -> dict[str, int]:
     """`outbox.relay()`, for projects that run no `manage.py relay_outbox`. Runs may overlap.
 

@@ -141,6 +141,12 @@ def test_every_key_is_found_as_it_is_written(staff: Client, key: str, pasted: st
     assert listed(staff, {"q": pasted}) == [key]
 
 
+def test_a_reference_that_is_too_long_to_be_stored_whole_is_found(staff: Client) -> None:
+    make().refer("document", "https://example.org/" + "x" * 200)
+    assert listed(staff, {"q": "https://example.org/" + "x" * 200}) == ["k"]
+    assert listed(staff, {"q": "https://example.org/" + "x" * 201}) == []
+
+
 def test_a_key_of_several_scopes_shows_all_of_them(staff: Client) -> None:
     make()
     make(id=keys.operation_id(("user:2",), "k"), scope="user:2")

@@ -139,9 +139,10 @@ def test_what_belongs_to_an_operation_goes_with_it_and_nothing_else() -> None:
 def test_reconciling_and_unfinished_stepwise_operations_are_never_purged() -> None:
     make("unknown", status=Status.RECONCILING)
     make("steps", status=Status.PROCESSING, stepwise=True)
+    make("waits", status=Status.REQUIRES_ACTION, stepwise=True)
 
     assert purge(batch_size=1) == Purged()
-    assert left() == {"unknown", "steps"}
+    assert left() == {"unknown", "steps", "waits"}
     assert retention.overdue_since() is None
 
 

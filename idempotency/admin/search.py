@@ -34,6 +34,7 @@ def find(operations: OperationQuerySet, pasted: str) -> OperationQuerySet:
     name, _, value = pasted.strip().partition(":")
     for match in ({"value": pasted.strip()}, {"value": value.strip(), "name": name.strip()}):
         if match["value"]:
+            match["value"] = Reference.shortened(match["value"])
             ids = references.filter(**match).values_list("operation_id", flat=True)[:MOST]
             if found := list(ids):
                 return operations.filter(pk__in=found)
