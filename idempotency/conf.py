@@ -37,6 +37,7 @@ DEFAULTS: dict[str, Any] = {
     "PROBLEM_RENDERER": None,
     "DOCUMENTATION_URL": "",
     "RETRY_AFTER": 1,  # seconds, the hint of in-progress and unavailable
+    "REFUSE_OLD_KEYS": True,  # UUIDv7 keys made before anything could still be remembered
     "EVENTS_PER_OPERATION": 50,
     "RECONCILE_MAX_AGE": 24
     * 3600,  # seconds after which an unknown outcome is a person's to decide

@@ -38,6 +38,7 @@ from .exceptions import (
     IdempotencyError,
     InProgress,
     KeyExpired,
+    KeyTooOld,
     Mismatch,
     OutcomeUnknown,
     ReentrantOperation,
@@ -220,7 +221,12 @@ def _claim(fresh: Operation, intent: Intent) -> Operation | Replay | None:
     policy = intent.policy
     keep = (policy.retention + policy.tombstone).total_seconds()
     lease = policy.lease.total_seconds() if policy.stepwise else None
-    is_new, found = db.claim(policy.using, fresh.__dict__, lease or keep, lease)
+    if conf.REFUSE_OLD_KEYS and _is_late(intent.key, keep):
+        is_new, found = False, db.read(policy.using, fresh.pk)
+        if found is None or (found.is_final and found.forgotten):
+            raise KeyTooOld(operation_id=fresh.pk)
+    else:
+        is_new, found = db.claim(policy.using, fresh.__dict__, lease or keep, lease)
     if is_new:
         return fresh
     if found is None:
@@ -240,6 +246,15 @@ def _claim(fresh: Operation, intent: Intent) -> Operation | Replay | None:
     if found.status == Status.RECONCILING:
         _refuse(found, OutcomeUnknown(operation_id=found.pk, retry_after=conf.RETRY_AFTER))
     return found
+
+
+def _is_late(key: str, keep: float) -> bool:
+    """Whether the key says itself that its outcome may have been stored and forgotten by now.
+
+    The only use of the host's clock, with five minutes to spare: it can refuse, never execute.
+    """
+    issued = keys.issued_at(key)
+    return issued is not None and issued + keep + 300 < time.time()
 
 
 def _renew(fresh: Operation, intent: Intent) -> bool:

@@ -128,6 +128,17 @@ def derive(operation_id: uuid.UUID, name: str) -> str:
     return str(_uuid("derived", str(operation_id), name))
 
 
+def issued_at(key: str) -> float | None:
+    """The moment a UUIDv7 key was made, as a Unix timestamp in seconds (RFC 9562); None for other keys."""
+    try:
+        found = uuid.UUID(key)
+    except ValueError:
+        return None
+    if found.version != 7 or str(found) != key.lower():
+        return None
+    return (found.int >> 80) / 1000
+
+
 def _uuid(*parts: str) -> uuid.UUID:
     digest = hashlib.sha256()
     for part in parts:

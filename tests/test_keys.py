@@ -307,3 +307,17 @@ def take(text: str, allowed: str, one: bool = False) -> str:
     if one and (not text or rest == text):
         raise ValueError("expected one of " + allowed)
     return rest
+
+
+@pytest.mark.parametrize(
+    ("key", "seconds"),
+    [
+        ("017f22e2-79b0-7cc3-98c4-dc0c0c07398f", 1645557742.0),  # RFC 9562, appendix A.6
+        ("017F22E2-79B0-7CC3-98C4-DC0C0C07398F", 1645557742.0),
+        ("919108f7-52d1-4320-9bac-f847db4148a8", None),  # version 4
+        ("017f22e279b07cc398c4dc0c0c07398f", None),  # not in the usual form: some other key
+        ("order-17", None),
+    ],
+)
+def test_a_uuidv7_key_says_when_it_was_made_and_no_other_key_does(key, seconds):
+    assert keys.issued_at(key) == seconds

@@ -130,6 +130,7 @@ RULES: dict[str, Rule] = {
         "a URL, or '' for none",
     ),
     "RETRY_AFTER": (_is_count, "a whole number of seconds"),
+    "REFUSE_OLD_KEYS": (_is_bool, "True or False"),
     "EVENTS_PER_OPERATION": (_is_count, "a number of events; 0 writes none"),
     "RECONCILE_MAX_AGE": (_is_seconds(1), _DURATION.format(1)),
     "OUTBOX_PUBLISHER": (
