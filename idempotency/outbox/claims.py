@@ -8,7 +8,7 @@ that token: a relay that slept too long changes nothing.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,13 +56,12 @@ class Claim:
     started: float
 
     def _mine(self, pks: Collection[int]) -> QuerySet[OutboxMessage]:
-        rows = OutboxMessage.objects.using(self.using)
-        return rows.filter(owner=self.owner, pk__in=pks, status=MessageStatus.PENDING)
+        return _rows(self.using).filter(owner=self.owner, pk__in=pks, status=MessageStatus.PENDING)
 
     def sent(self, pks: Collection[int]) -> int:
         """Returns how many of them were still ours, also when it is said again."""
         # The token stays, so that a repetition after a lost answer finds the same rows.
-        rows = OutboxMessage.objects.using(self.using).filter(owner=self.owner, pk__in=pks)
+        rows = _rows(self.using).filter(owner=self.owner, pk__in=pks)
         now = clock.now(self.using)
         return rows.update(status=MessageStatus.SENT, sent_at=now, available_at=now, last_error="")
 
@@ -86,43 +85,73 @@ class Claim:
         return self._mine(pks).update(owner="", available_at=now, attempts=F("attempts") - 1)
 
 
-def claim(using: str, size: int, lease: float) -> Claim | None:
-    """Take up to `size` due messages for `lease` seconds, counting an attempt for each.
+class Claims:
+    """The claims of one relay, one after the other."""
 
-    None: nothing is due. Raises RuntimeError inside a transaction: a message must not be published
-    before the claim is committed.
-    """
-    rows = OutboxMessage.objects.using(using)
-    due = _due(using)
-    if not rows.filter(due).exists():  # an idle relay takes no locks
+    def __init__(self, using: str, size: int, lease: float) -> None:
+        self.using = using
+        self.size = size
+        self.lease = lease
+        #: Whether there was more than the last claim took, and whether it was of few ordering keys.
+        self._more = False
+        self._crowded = True
+
+    def take(self, finish: Callable[[], Any] | None = None) -> Claim | None:
+        """Take up to `size` due messages for `lease` seconds, counting an attempt for each.
+
+        None: nothing is due. `finish` writes the marks of the last claim, in the transaction of this
+        one; it may be called several times. Raises RuntimeError inside a transaction: a message must
+        not be published before its claim is committed.
+        """
+        due = _due(self.using)
+        if finish is None and not self._more and not _rows(self.using).filter(due).exists():
+            return None  # an idle relay takes no locks
+        for attempt in range(1, _TRIES + 1):
+            try:
+                with transaction.atomic(self.using, durable=True):
+                    if finish is not None:
+                        finish()
+                    return self._claimed(due)
+            except _Interfered:
+                continue
+            except (OperationalError, InterfaceError) as error:
+                connection = connections[self.using]
+                # MariaDB: two relays may deadlock. SQLite has waited for its lock already.
+                retriable = connection.features.has_select_for_update and db.is_transient(error)
+                if connection.in_atomic_block or not retriable or attempt == _TRIES:
+                    raise
+                db.drop_if_broken(self.using)
+        if finish is not None:
+            finish()
         return None
-    for attempt in range(1, _TRIES + 1):
-        started = time.monotonic()
-        owner = new_owner()
-        try:
-            with transaction.atomic(using, durable=True):
-                chosen = _choose(using, size, due)
-                pks = [row[_PK] for row in chosen]
-                end = clock.now(using, after=lease)
-                claimed = rows.filter(due, pk__in=pks).update(
-                    owner=owner, available_at=end, attempts=F("attempts") + 1
-                )
-                if claimed != len(chosen):
-                    raise _Interfered
-        except _Interfered:
-            continue
-        except (OperationalError, InterfaceError) as error:
-            connection = connections[using]
-            # MariaDB: two relays may deadlock. SQLite has waited for its lock already.
-            retriable = connection.features.has_select_for_update and db.is_transient(error)
-            if connection.in_atomic_block or not retriable or attempt == _TRIES:
-                raise
-            db.drop_if_broken(using)
-            continue
+
+    def _claimed(self, due: Q) -> Claim | None:
+        started, owner = time.monotonic(), new_owner()
+        chosen = _choose(self.using, self.size, due, crowded=self._crowded)
+        self._more = len(chosen) == self.size
+        self._crowded = any(row[_KEY] for row in chosen) or not chosen
         if not chosen:
             return None
-        return Claim(using, owner, tuple(_message(using, row) for row in chosen), started)
-    return None
+        pks = [row[_PK] for row in chosen]
+        end = clock.now(self.using, after=self.lease)
+        claimed = (
+            _rows(self.using)
+            .filter(due, pk__in=pks)
+            .update(owner=owner, available_at=end, attempts=F("attempts") + 1)
+        )
+        if claimed != len(chosen):
+            raise _Interfered
+        messages = tuple(_message(self.using, row) for row in chosen)
+        return Claim(self.using, owner, messages, started)
+
+
+def claim(using: str, size: int, lease: float) -> Claim | None:
+    """A single claim; see `Claims.take`."""
+    return Claims(using, size, lease).take()
+
+
+def _rows(using: str) -> QuerySet[OutboxMessage]:
+    return OutboxMessage.objects.using(using)
 
 
 def _due(using: str) -> Q:
@@ -152,10 +181,10 @@ def _blocking() -> list[str]:
     return [MessageStatus.PENDING, *([MessageStatus.DEAD] if rule == "block" else [])]
 
 
-def _choose(using: str, size: int, due: Q) -> list[Sequence[Any]]:
+def _choose(using: str, size: int, due: Q, *, crowded: bool) -> list[Sequence[Any]]:
     """The rows to claim, in the order to publish them."""
     features = connections[using].features
-    rows = OutboxMessage.objects.using(using)
+    rows = _rows(using)
     if not features.has_select_for_update:
         # SQLite: a transaction that has read first may be refused the write lock later.
         rows.filter(pk=0).update(attempts=F("attempts"))
@@ -174,10 +203,11 @@ def _choose(using: str, size: int, due: Q) -> list[Sequence[Any]]:
         .values_list(*FIELDS)
     )
     heads: list[Sequence[Any]] = []
-    # A long backlog of few ordering keys has few heads; they are at its front unless they are blocked.
-    edge = rows.filter(due).order_by("available_at").values_list("available_at", flat=True)
-    if (last := next(iter(edge[WINDOW : WINDOW + 1]), None)) is not None:
-        heads = list(found.filter(available_at__lte=last)[:size])
+    if crowded:
+        # A long backlog of few ordering keys has few heads; they are at its front unless blocked.
+        edge = rows.filter(due).order_by("available_at").values_list("available_at", flat=True)
+        if (last := next(iter(edge[WINDOW : WINDOW + 1]), None)) is not None:
+            heads = list(found.filter(available_at__lte=last)[:size])
     heads = heads or list(found[:size])
     if heads and heads[0][_OWNER]:
         # Its relay vanished while it held the message. If the message was the reason, it must not
@@ -199,7 +229,7 @@ def _followers(
         return []
     known = {row[_PK] for row in heads}
     found = (
-        OutboxMessage.objects.using(using)
+        _rows(using)
         .filter(ordering_key__in=open_keys, status__in=blocking, pk__gt=min(known))
         .order_by("pk")
         .values_list(*FIELDS, ExpressionWrapper(due, output_field=BooleanField()))

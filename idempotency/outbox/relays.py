@@ -18,7 +18,7 @@ from .. import db
 from ..conf import conf
 from ..models import describe_error
 from . import clock
-from .claims import Claim, claim
+from .claims import Claim, Claims
 from .messages import Message, PermanentFailure, PublishFailed, RetryAfter
 from .publishers import Publish, Publisher, resolve
 
@@ -68,9 +68,12 @@ def relay(
     """
     worker = Relay(using=using, batch_size=batch_size, publisher=publisher)
     deadline = None if max_seconds is None else time.monotonic() + max_seconds
-    while worker.run_once():
-        if deadline is not None and time.monotonic() >= deadline:
-            break
+    try:
+        while worker.next_batch():
+            if deadline is not None and time.monotonic() >= deadline:
+                break
+    finally:
+        worker.flush()
     return worker.summary
 
 
@@ -95,6 +98,8 @@ class Relay:
         self.publish = resolve(conf.OUTBOX_PUBLISHER if publisher is None else publisher)
         self.summary = Summary()
         self.stopping = False
+        self._claims = Claims(self.using, self.batch_size, clock.seconds(conf.OUTBOX_LEASE))
+        self._last: _Batch | None = None
 
     def stop(self) -> None:
         """Finish the message in hand, give the others back and return. May be called by a signal handler."""
@@ -106,29 +111,48 @@ class Relay:
         Outlives the database: while it is away, tries to come back.
         """
         pause = FIRST_RECONNECT
-        while not self.stopping:
-            try:
-                found = self.run_once()
-            except (OperationalError, InterfaceError) as error:
-                self._reconnect(error)
-                self._sleep(pause)
-                pause = min(pause * 2, LAST_RECONNECT)
-                continue
-            pause = FIRST_RECONNECT
-            if not found:
-                if once:
-                    return
-                connections[self.using].close_if_unusable_or_obsolete()
-                self._sleep(self.interval)
+        try:
+            while not self.stopping:
+                try:
+                    found = self.next_batch()
+                except (OperationalError, InterfaceError) as error:
+                    self._reconnect(error)
+                    self._sleep(pause)
+                    pause = min(pause * 2, LAST_RECONNECT)
+                    continue
+                pause = FIRST_RECONNECT
+                if not found:
+                    if once:
+                        return
+                    connections[self.using].close_if_unusable_or_obsolete()
+                    self._sleep(self.interval)
+        finally:
+            self.flush()
 
     def run_once(self) -> int:
-        """Claim one batch and publish it. Returns how many messages were claimed."""
-        lease = clock.seconds(conf.OUTBOX_LEASE)
-        claimed = claim(self.using, self.batch_size, lease)
+        """Claim one batch, publish and mark it. Returns how many messages were claimed."""
+        try:
+            return self.next_batch()
+        finally:
+            self.flush()
+
+    def next_batch(self) -> int:
+        """`run_once`, but the marks may wait for the next call, whose claim they share a commit with."""
+        last = self._last
+        claimed = self._claims.take(last.mark if last is not None and last.published else None)
+        if last is not None:
+            last.marked()
         if claimed is None:
+            self._last = None
             return 0
-        _Batch(self, claimed, lease).run()
+        self._last = _Batch(self, claimed)
+        self._last.run()
         return len(claimed.messages)
+
+    def flush(self) -> None:
+        """Write the marks that still wait."""
+        if self._last is not None:
+            self._last.flush()
 
     def _reconnect(self, error: DatabaseError | InterfaceError) -> None:
         if connections[self.using].in_atomic_block or not db.is_transient(error):
@@ -146,13 +170,15 @@ class Relay:
 class _Batch:
     """One claim on its way out."""
 
-    def __init__(self, relay: Relay, claimed: Claim, lease: float) -> None:
+    def __init__(self, relay: Relay, claimed: Claim) -> None:
         self.relay = relay
         self.claimed = claimed
-        self.lease = lease
+        self.lease = clock.seconds(conf.OUTBOX_LEASE)
         #: Published, not yet marked.
         self.published: list[int] = []
         self.flushed = time.monotonic()
+        #: How many of them the last mark found still ours.
+        self.found = 0
         #: Ordering keys of which a message has failed: the later ones have to wait.
         self.held: set[str] = set()
 
@@ -172,11 +198,10 @@ class _Batch:
                 else:
                     self._try(message)
                 if time.monotonic() - self.flushed >= FLUSH_SECONDS:
-                    self._flush()
+                    self.flush()
         finally:
             # A message interrupted by an exit (KeyboardInterrupt) stays claimed: nobody knows how it ended.
             untried += [message.pk for message in messages]
-            self._flush()
             if untried:
                 self._write(lambda: self.claimed.give_back(untried))
 
@@ -218,19 +243,28 @@ class _Batch:
             lambda: self.claimed.dead(message.pk, reason, tried=tried)
         )
 
-    def _flush(self) -> None:
-        self.flushed = time.monotonic()
-        pks, self.published = self.published, []
-        if not pks:
-            return
-        marked = self._write(lambda: self.claimed.sent(pks))
-        self.relay.summary.sent += marked
-        if marked < len(pks):
+    def mark(self) -> int:
+        """Mark what was published; may be said again."""
+        self.found = self.claimed.sent(self.published)
+        return self.found
+
+    def marked(self) -> None:
+        """The mark is committed."""
+        lost = len(self.published) - self.found
+        self.relay.summary.sent += self.found
+        self.published, self.found = [], 0
+        if lost:
             logger.warning(
                 "%d published messages could not be marked and may be published again: the claim's "
                 "lease was over, or the database was away. Publishing must be faster than OUTBOX_LEASE.",
-                len(pks) - marked,
+                lost,
             )
+
+    def flush(self) -> None:
+        self.flushed = time.monotonic()
+        if self.published:
+            self._write(self.mark)
+            self.marked()
 
     def _write(self, write: Callable[[], int]) -> int:
         """The number of rows written; 0 when the database stays away until the lease is over."""
