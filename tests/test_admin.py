@@ -19,6 +19,7 @@ from django.urls import reverse
 
 from idempotency import keys
 from idempotency.models import (
+    FINAL,
     Event,
     EventKind,
     MessageStatus,
@@ -86,9 +87,18 @@ def grant(user: User, *codenames: str) -> None:
 def test_a_page_of_the_list_is_one_query(staff: Client) -> None:
     """BUGS U03, U04, U06."""
     for number in range(60):
-        make(str(number))
-    for data in ({}, {"status__exact": "succeeded"}, {"status__exact": "reconciling"}):
+        make(str(number), due_at=FUTURE)
+    for data in (
+        {},
+        {"q": ""},
+        {"status__exact": "succeeded"},
+        {"status__exact": "reconciling"},
+        {"attention": "unfinished"},
+    ):
         _, queries = get(staff, LIST, data)
+        if not data:  # the first page looks whether the purge keeps up
+            assert len(queries) == 1 + len(FINAL)
+            del queries[: len(FINAL)]
         (query,) = queries
         assert not re.search(r"COUNT\(|UPPER\(|JOIN|DISTINCT", query, re.IGNORECASE)
         for column in ("body", "headers", "arguments"):
@@ -161,6 +171,23 @@ def test_a_search_that_finds_nothing_says_what_that_means(staff: Client, pasted:
     text, _ = get(staff, LIST, {"q": pasted})
     assert "Nothing is known by this name" in text
     assert "Show all operations" in text
+
+
+def test_what_is_unfinished_for_long_can_be_listed(staff: Client) -> None:
+    make("done")
+    make("stuck", status=Status.PROCESSING)
+    make("unknown", status=Status.RECONCILING)
+    make("started just now", status=Status.PROCESSING, created_at=FUTURE)
+    assert set(listed(staff, {"attention": "unfinished"})) == {"stuck", "unknown"}
+
+
+def test_the_list_says_when_the_purge_does_not_keep_up(staff: Client) -> None:
+    """BUGS L09."""
+    make("late", due_at=FUTURE)
+    assert "The purge does not keep up" not in get(staff, LIST)[0]
+    make()
+    assert "removed since 2020-01-01 00:00:00" in get(staff, LIST)[0]
+    assert "The purge does not keep up" not in get(staff, LIST, {"q": "k"})[0]
 
 
 def test_pages_go_by_the_last_row_in_both_directions(staff: Client) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import uuid
 from contextlib import suppress
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
 
 from django.contrib import admin
@@ -20,9 +21,9 @@ from django.utils.text import capfirst
 from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
-from .. import db
+from .. import db, retention
 from ..conf import conf
-from ..models import Event, Operation, OutboxMessage, Reference, Step
+from ..models import Event, Operation, OutboxMessage, Reference, Status, Step
 from . import search, story
 from .pages import KeysetChangeList
 
@@ -30,6 +31,30 @@ from .pages import KeysetChangeList
 SHORT, LONG = 40, 100_000
 #: Most rows of each kind shown on an operation's page.
 MOST = 200
+
+
+#: How long an operation may be unfinished before somebody should look at it.
+LONG_UNFINISHED = timedelta(minutes=5)
+#: How far the purge may lag behind before the list says so.
+LATE = timedelta(days=1)
+
+
+class UnfinishedFilter(admin.SimpleListFilter):
+    """Claimed a while ago and still without an outcome: interrupted, waiting for a retry, or very slow."""
+
+    title = _("attention")
+    parameter_name = "attention"
+
+    def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, Any]]:
+        return [("unfinished", _("Unfinished for 5 minutes"))]
+
+    def queryset(self, request: HttpRequest, queryset: QuerySet[Operation]) -> QuerySet[Operation]:
+        if self.value() != "unfinished":
+            return queryset
+        claimed = db.now(queryset.db, after=-LONG_UNFINISHED.total_seconds())
+        return queryset.filter(
+            status__in=(Status.PROCESSING, Status.RECONCILING), created_at__lte=claimed
+        )
 
 
 if TYPE_CHECKING:
@@ -43,7 +68,7 @@ class OperationAdmin(BaseAdmin):
     """Read-only. A stored response is shown to holders of `idempotency.view_operation_body` only."""
 
     list_display = ("short_key", "state", "scope", "created")
-    list_filter = ("status",)
+    list_filter = ("status", UnfinishedFilter)
     list_per_page = 50
     ordering = ("-created_at", "-pk")
     sortable_by = ()
@@ -135,8 +160,11 @@ class OperationAdmin(BaseAdmin):
     def changelist_view(
         self, request: HttpRequest, extra_context: dict[str, Any] | None = None
     ) -> HttpResponse:
-        title = capfirst(self.opts.verbose_name_plural)
-        return super().changelist_view(request, {"title": title, **(extra_context or {})})
+        context = {"title": capfirst(self.opts.verbose_name_plural), **(extra_context or {})}
+        if not request.GET:
+            since = retention.overdue_since(by=LATE)
+            context["purge_overdue_since"] = story.when(since)
+        return super().changelist_view(request, context)
 
     # One operation.
 
