@@ -168,7 +168,8 @@ def _try(intent: Intent) -> AnyExecution | Replay:
             f"{intent.name}: this operation is being executed by this very call. "
             "Give the inner operation a key of its own, for example current().derive_key('inner')."
         )
-    fresh = Operation(
+    fresh = Operation.to_claim(
+        policy.using,
         id=pk,
         scope=scopes.encode(intent.scope),
         key=intent.key,
@@ -186,8 +187,6 @@ def _try(intent: Intent) -> AnyExecution | Replay:
             f"{intent.name}: a stepwise operation cannot run inside a transaction, which would "
             "stay open across its external calls and could undo what it recorded."
         )
-    fresh._state.adding = False
-    fresh._state.db = policy.using
     cause: BaseException | None = None
     for round_ in range(CLAIM_ROUNDS):
         if round_:

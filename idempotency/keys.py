@@ -140,12 +140,10 @@ def issued_at(key: str) -> float | None:
 
 
 def _uuid(*parts: str) -> uuid.UUID:
-    digest = hashlib.sha256()
-    for part in parts:
-        data = part.encode("utf-8", "surrogatepass")
-        # The length first: ("a", "bc") and ("ab", "c") must not meet.
-        digest.update(b"%d:" % len(data) + data)
-    number = int.from_bytes(digest.digest()[:16])
+    encoded = [part.encode("utf-8", "surrogatepass") for part in parts]
+    # The length first: ("a", "bc") and ("ab", "c") must not meet.
+    data = b"".join([b"%d:%b" % (len(part), part) for part in encoded])
+    number = int.from_bytes(hashlib.sha256(data).digest()[:16])
     number = number & ~(0xF << 76) | 8 << 76  # version 8, RFC 9562 section 5.8
     # Variant 10, and the bit after it: MariaDB's UUID type refuses version 8 with 0x80 in this byte.
     number = number & ~(0x7 << 61) | 0b101 << 61
