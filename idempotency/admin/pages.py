@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from django.contrib.admin.views.main import ChangeList
 from django.core.paginator import Paginator
@@ -12,18 +12,6 @@ from django.http import HttpRequest
 
 #: Query parameters: the id of the row before, or after, the page.
 AFTER, BEFORE = "after", "before"
-
-
-if TYPE_CHECKING:
-    AnyPaginator = Paginator[Any]  # not subscriptable at run time
-else:
-    AnyPaginator = Paginator
-
-
-class UncountedPaginator(AnyPaginator):
-    """Says how many rows the page has, without asking the database."""
-
-    count = 0
 
 
 class KeysetChangeList(ChangeList):
@@ -68,7 +56,7 @@ class KeysetChangeList(ChangeList):
         self.show_full_result_count = False
         self.show_admin_actions = False
         self.can_show_all = self.multi_page = False
-        self.paginator = UncountedPaginator(found, size)
+        self.paginator = Paginator(found, size)  # of a list: counts no table
 
     def _beyond(self, pk: uuid.UUID, *, backwards: bool = False) -> QuerySet[Model]:
         """The rows after this one in the list, nearest first; or those before it."""
