@@ -2,18 +2,20 @@
 
 import argparse
 import importlib
-import importlib.util
+import os
 
 #: Modules of this package with a `main(rounds, seconds)`.
-SUBJECTS = ("web",)
+SUBJECTS = ("web", "outbox")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description=__doc__)
-    parser.add_argument("subjects", nargs="*", default=SUBJECTS, help=", ".join(SUBJECTS))
+    parser.add_argument("subjects", nargs="*", default=["web"], help=", ".join(SUBJECTS))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=2, help="of each measurement in a round")
+    parser.add_argument("--prepared", action="store_true", help="with prepared statements")
     options = parser.parse_args()
+    os.environ["PREPARED"] = str(int(options.prepared))
     for subject in options.subjects:
         if subject not in SUBJECTS:
             parser.error(f"unknown subject {subject!r}; there are {', '.join(SUBJECTS)}")

@@ -42,7 +42,7 @@ def create_floor(request: HttpRequest) -> HttpResponse:
         return JsonResponse({"type": "invalid-key"}, status=400)
     scope = f"user:{request.user.pk}"
     pk = uuid.UUID(bytes=hashlib.sha256(f"{len(scope)}:{scope}{key}".encode()).digest()[:16])
-    asked = b"\n".join((request.method.encode(), request.path.encode(), request.body))
+    asked = f"{request.method} {request.path}\n".encode() + request.body
     fingerprint = hmac.digest(SECRET, asked, "sha256").hex()
     with connection.cursor() as cursor:
         cursor.execute(CLAIM, (pk, scope, key, fingerprint, uuid.uuid4().hex))

@@ -4,13 +4,15 @@ import environ
 
 env = environ.Env()
 
-SECRET_KEY = "only-for-benchmarks"  # noqa: S105 - listens on the loopback interface, guards nothing
+SECRET_KEY = "only-for-benchmarks"
 ALLOWED_HOSTS = ["127.0.0.1"]
 USE_TZ = True
 ROOT_URLCONF = "tests.benchmarks.urls"
 DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
 
 DATABASES = {"default": {**env.db_url("DATABASE_URL"), "CONN_MAX_AGE": None}}
+if env.bool("PREPARED", default=False):
+    DATABASES["default"]["OPTIONS"] = {"server_side_binding": True, "prepare_threshold": 5}
 
 INSTALLED_APPS = ["rest_framework", "idempotency", "tests.app"]
 

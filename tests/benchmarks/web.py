@@ -4,6 +4,7 @@ import sys
 from collections import defaultdict
 from dataclasses import dataclass
 from secrets import token_hex
+from statistics import median
 
 from tests.benchmarks import load, project
 from tests.benchmarks.report import ratio, table
@@ -38,21 +39,20 @@ CASES = (
 )
 
 
-def main(rounds: int, seconds: float, only: str = "") -> None:
+def main(rounds: int, seconds: float) -> None:
     """Measure and print. Raises LoadError when a request failed or did not do what its case says."""
-    cases = [case for case in CASES if only in case.label or not only]
     loads: dict[str, list[load.Load]] = defaultdict(list)
     if not load.has_wrk():
         sys.stderr.write(load.NO_WRK)
     with project.database(), project.web_server() as url:
         for number in range(rounds + 1):
             seen: dict[str, tuple[str, load.Load]] = {}
-            for case in cases:
+            for case in CASES:
                 result = _measure(url, case, seen, seconds if number else 1)
                 if number:  # the first round only warms everything up
                     loads[case.label].append(result)
             sys.stderr.write(f"round {number} of {rounds}\n")
-    print_table(cases, loads)
+    print_table(loads)
 
 
 def _measure(
@@ -75,18 +75,16 @@ def _measure(
     return result
 
 
-def print_table(cases: list[Case], loads: dict[str, list[load.Load]]) -> None:
+def print_table(loads: dict[str, list[load.Load]]) -> None:
     rates = {label: [one.rate for one in many] for label, many in loads.items()}
     rows = []
-    for case in cases:
+    for case in CASES:
         to_floor = "" if case.base == DRF else ratio(rates[case.label], rates[FLOOR])
-        median_rate = sorted(rates[case.label])[len(rates[case.label]) // 2]
-        latency = sorted(one.median_ms for one in loads[case.label])[len(loads[case.label]) // 2]
         rows.append(
             [
                 case.label,
-                f"{median_rate:.0f}",
-                f"{latency:.1f}",
+                f"{median(rates[case.label]):.0f}",
+                f"{median(one.median_ms for one in loads[case.label]):.1f}",
                 ratio(rates[case.label], rates[case.base]),
                 to_floor,
             ]
