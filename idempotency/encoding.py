@@ -13,13 +13,14 @@ import datetime as dt
 import decimal
 import enum
 import json
+import math
+import pkgutil
 import uuid
 from collections.abc import Callable
 from typing import Any
 
 from django.utils.dateparse import parse_duration
 from django.utils.duration import duration_iso_string
-from django.utils.module_loading import import_string
 
 #: The member that marks a tagged value: {"$": "decimal", "v": "1.10"}.
 TAG = "$"
@@ -34,6 +35,7 @@ _ENCODERS: dict[type, tuple[str, Callable[[Any], Any]]] = {
     bytes: ("bytes", lambda value: base64.b64encode(value).decode()),
 }
 _DECODERS: dict[str, Callable[[Any], Any]] = {
+    "float": float,
     "decimal": decimal.Decimal,
     "uuid": uuid.UUID,
     "datetime": dt.datetime.fromisoformat,
@@ -48,9 +50,9 @@ _DECODERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def dumps(value: Any) -> str:
+def dumps(value: Any, place: str = "result") -> str:
     """JSON text of `value`. Raises TypeError naming the place of what cannot be stored."""
-    return json.dumps(_plain(value, "result"), separators=(",", ":"), allow_nan=False)
+    return json.dumps(_plain(value, place), separators=(",", ":"), allow_nan=False)
 
 
 def loads(text: str | bytes) -> Any:
@@ -59,9 +61,12 @@ def loads(text: str | bytes) -> Any:
 
 
 def _plain(value: Any, place: str) -> Any:
-    if value is None or type(value) in (str, bool, int, float):
-        return value
     kind = type(value)
+    if value is None or kind in (str, bool, int):
+        return value
+    if kind is float:
+        # JSON has no word for infinity and not-a-number.
+        return value if math.isfinite(value) else _tagged("float", repr(value))
     if kind is list:
         return [_plain(item, f"{place}[{index}]") for index, item in enumerate(value)]
     if kind is dict:
@@ -96,9 +101,9 @@ def _tagged(tag: str, value: Any) -> dict[str, Any]:
 
 
 def _dotted(kind: type, place: str) -> str:
-    if "<" in kind.__qualname__ or "." in kind.__qualname__:
-        raise TypeError(f"{place}: {kind.__qualname__} must be defined at module level to be stored")
-    return f"{kind.__module__}.{kind.__qualname__}"
+    if "<" in kind.__qualname__:
+        raise TypeError(f"{place}: {kind.__qualname__} is local to a function; it cannot be found again")
+    return f"{kind.__module__}:{kind.__qualname__}"
 
 
 def _restored(item: dict[str, Any]) -> Any:
@@ -114,7 +119,7 @@ def _restored(item: dict[str, Any]) -> Any:
 
 def _class(name: str, is_expected: Callable[[type], bool]) -> Any:
     """The class of that name; never another callable, whatever the table says."""
-    found = import_string(name)
+    found = pkgutil.resolve_name(name)
     if not (isinstance(found, type) and is_expected(found)):
         raise TypeError(f"{name} is not the class that was stored")
     return found

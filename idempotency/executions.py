@@ -17,8 +17,8 @@ from django.dispatch import Signal
 
 from . import db, signals
 from .conf import conf
-from .exceptions import OutcomeUnknown, RolledBack, Unavailable
-from .models import EventKind, Operation, Outcome, Status, describe_error
+from .exceptions import IllegalTransition, OutcomeUnknown, RolledBack, Unavailable
+from .models import FINAL, EventKind, Operation, Outcome, Status, describe_error
 from .policies import Resolved
 
 logger = logging.getLogger("idempotency")
@@ -175,13 +175,19 @@ class Execution:
 def settle(
     operation: Operation, outcome: Outcome, policy: Resolved, status: str | None = None
 ) -> tuple[Any, ...]:
-    """Put the outcome on the operation; returns the values of the `complete` statement."""
+    """Put the outcome on the operation; returns the values of the `complete` statement.
+
+    Raises IllegalTransition for a status that is no outcome.
+    """
+    final = status or outcome.status
+    if final not in FINAL:
+        raise IllegalTransition(f"{operation.name}: an outcome cannot be {final!r}")
     body = outcome.body
     if body is not None and len(body) > policy.max_response_bytes:
         body = None
     if body is not None and policy.codec is not None:
         body = policy.codec.encode(body)
-    operation.status = status or outcome.status
+    operation.status = final
     operation.code = outcome.code
     operation.headers = json.dumps(outcome.headers, separators=(",", ":"))
     operation.body = body

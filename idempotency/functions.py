@@ -64,13 +64,15 @@ def idempotent_function(
                 identity = bound.arguments
             resolved = policy.resolved()
             call = {"function": path, "args": args, "kwargs": kwargs}
+            # The completer finds the function by its name; one that is local to another has none.
+            can_complete = resolved.stepwise and "<" not in path
             return intent_of(
                 operation_name,
                 key(*args, **kwargs),
                 identity,
                 resolved,
                 scope=found,
-                arguments=encoding.dumps(call) if resolved.stepwise else None,
+                arguments=encoding.dumps(call, "call") if can_complete else None,
             )
 
         if iscoroutinefunction(function):

@@ -38,8 +38,10 @@ class Points:
     @contextmanager
     def watched(self, using: str = "default") -> Iterator[None]:
         """Count what happens on this thread's connection."""
+        global _watching
         connection = connections[using]
         connection.ensure_connection()
+        _watching = self
         # Private to Django, but the only place where a commit can be seen from outside.
         for name, label in (("_commit", "COMMIT"), ("_rollback", "ROLLBACK")):
             setattr(connection, name, self._around(label, getattr(connection, name)))
@@ -48,6 +50,7 @@ class Points:
                 yield
         finally:
             del connection._commit, connection._rollback
+            _watching = None
         self.reach("before the response")
 
     def _around(self, label: str, function: Callable[[], Any]) -> Callable[[], Any]:
@@ -67,6 +70,15 @@ class Points:
         result = execute(sql, params, many, context)
         self.reach(f"after {label}")
         return result
+
+
+_watching: Points | None = None
+
+
+def reach(label: str) -> None:
+    """A point outside the database: code that tests call says where it is."""
+    if _watching is not None:
+        _watching.reach(label)
 
 
 def shorten(sql: str) -> str:
@@ -115,11 +127,19 @@ def crash(act: Callable[[], Any], number: int) -> None:
     assert end.value.signal == signal.SIGKILL
 
 
-def crashes(new_key: Callable[[], str], act: Callable[[str], Any]) -> Iterator[Crash]:
-    """Crash `act(key)` at one point after the other, each time with a key that `new_key()` prepared."""
+def crashes(
+    new_key: Callable[[], str], act: Callable[[str], Any], *, between: bool = False
+) -> Iterator[Crash]:
+    """Crash `act(key)` at one point after the other, each time with a key that `new_key()` prepared.
+
+    With `between` only before each of the things that happen: for the rest of the world, after one is
+    before the next.
+    """
     key = new_key()
     labels = passed_by(lambda: act(key))
     for number, label in enumerate(labels, start=1):
+        if between and label.startswith("after "):
+            continue
         key = new_key()
         crash(lambda key=key: act(key), number)  # type: ignore[misc]
         yield Crash(number, label, key)
