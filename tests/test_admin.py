@@ -399,6 +399,15 @@ def test_the_state_is_told_in_words_with_advice(
     assert advice in text
 
 
+def test_what_the_reconciler_gave_up_waits_for_a_person(staff: Client) -> None:
+    operation = make(status=Status.RECONCILING)
+    assert "It is asked about again at 2020-01-01 00:00:00" in get(staff, detail(operation))[0]
+    Event.objects.create(
+        operation=operation, kind=EventKind.HANDED_OVER, attempt=1, detail="", created_at=PAST
+    )
+    assert "waits for a person" in get(staff, detail(operation))[0]
+
+
 @pytest.mark.vendor("postgresql", "mysql")
 @pytest.mark.django_db(transaction=True)
 def test_an_interrupted_operation_is_told_from_one_that_is_being_executed(client: Client) -> None:

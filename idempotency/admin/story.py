@@ -150,7 +150,9 @@ def verdict(operation: Operation, state: str, events: Iterable[Event]) -> Verdic
         ),
         "reconciling": (
             gettext("Nobody knows yet whether its effects exist."),
-            gettext("It is asked about again at %(due)s.") % until,
+            gettext("The reconciler gave up: it waits for a person.")
+            if any(event.kind == EventKind.HANDED_OVER for event in events)
+            else gettext("It is asked about again at %(due)s.") % until,
             gettext("No: not with another key, or the effects may come twice."),
         ),
         "succeeded": (
