@@ -75,9 +75,7 @@ def _decorate(view: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
             if is_drf(request):
                 door = import_string(_REST_FRAMEWORK_DOOR)
                 return door(request, policy.resolved(), name, call)
-            if getattr(
-                owner, "view_is_async", False
-            ):  # its dispatch() returns what its handler does
+            if getattr(owner, "view_is_async", False):  # dispatch() returns its handler's coroutine
                 return doors.aprotect(request, policy.resolved(), name, call)
             return doors.protect(request, policy.resolved(), name, call, was_atomic=was_atomic)
 

@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import uvicorn
@@ -14,6 +15,7 @@ from asgiref.sync import async_to_sync, iscoroutinefunction, sync_to_async
 from django.contrib.auth.models import User
 from django.core.asgi import get_asgi_application
 from django.core.exceptions import PermissionDenied
+from django.db import connections
 from django.http import HttpResponse, JsonResponse
 from django.template import engines
 from django.template.response import TemplateResponse
@@ -418,6 +420,10 @@ def test_a_client_that_hangs_up_in_the_view_leaves_nothing(gate):
     assert effects(key) == 1
 
 
+#: Connections of the requests below, kept so that no garbage collection tidies them up.
+used: list[Any] = []
+
+
 def slowly(monkeypatch, name):
     """Make a statement of the protocol slow; returns the event that it has begun."""
     begun = threading.Event()
@@ -426,6 +432,7 @@ def slowly(monkeypatch, name):
     def slow(*args, **kwargs):
         wanted = name != "execute" or args[1] == "complete"
         if wanted:
+            used.append(connections["default"])
             begun.set()
             time.sleep(0.2)  # long enough for the cancellation to arrive while the thread is busy
         return original(*args, **kwargs)
@@ -441,6 +448,7 @@ def test_a_client_that_hangs_up_during_the_claim_leaves_no_open_transaction(stat
     with monkeypatch.context() as patch:
         hang_up("/stopping/", key, slowly(patch, statement))
 
+    assert not used.pop().in_atomic_block
     assert effects(key) == 0
     again = retry("/stopping/", key)
     assert (again.status, effects(key)) == (201, 1)
@@ -452,6 +460,7 @@ def test_a_client_that_hangs_up_during_the_commit_finds_it_done(monkeypatch):
     with monkeypatch.context() as patch:
         hang_up("/stopping/", key, slowly(patch, "execute"))
 
+    assert not used.pop().in_atomic_block
     assert (operation(key).status, effects(key)) == ("succeeded", 1)
     again = retry("/stopping/", key)
     assert (again.status, again.headers["idempotent-replayed"]) == (201, "true")

@@ -693,6 +693,46 @@ def test_scripts_of_another_origin_can_send_the_key_and_read_the_marker():
 # The rest
 
 
+class ReadsFromTheReplica:
+    """A router that sends reads to a replica that lags behind."""
+
+    def db_for_read(self, model, **hints):
+        return "other"
+
+    def db_for_write(self, model, **hints):
+        return "default"
+
+
+def test_a_lagging_replica_is_never_asked(settings):
+    """K09, hard case 20: claims and replays go to the database that is written to."""
+    key = new_key()
+    settings.DATABASE_ROUTERS = [ReadsFromTheReplica()]
+
+    first, second = (send(Client(), "/by_nobody/", key) for _ in range(2))
+
+    assert (second.content, is_replay(second)) == (first.content, True)
+    assert Effect.objects.using("default").filter(label=key).count() == 1
+
+
+@route
+@transaction.atomic
+def inside_a_transaction(request):
+    """A view of the project's whose own transaction contains the protected one."""
+    response = order(request)
+    rows = effects(request.headers["Idempotency-Key"])  # fails in a poisoned transaction
+    return JsonResponse({"rows": rows, "inner": response.status_code})
+
+
+def test_a_duplicate_inside_a_transaction_does_not_poison_it():
+    """H01: neither a replay nor a refusal breaks the queries that follow."""
+    client, key = login(), new_key()
+    url = "/inside_a_transaction/"
+
+    answers = [send(client, url, key, {"a": n}).json() for n in (1, 1, 2)]
+
+    assert answers == [{"rows": 1, "inner": code} for code in (201, 201, 422)]
+
+
 def test_a_one_time_code_is_used_once_and_its_retry_replays():
     """D15: retry recognition comes before the single-use check of the view."""
     client, key = login(), new_key()

@@ -135,6 +135,14 @@ def test_the_replay_equals_the_first_response_byte_for_byte(kind):
     assert stored.code == first.status_code
 
 
+def test_a_render_callback_may_replace_the_response():
+    """What Django would send is what is stored: the callback's response."""
+    key = new_key()
+    first = post("callback", key)
+    assert first.content == f"<effect {Effect.objects.get().pk}>".encode()
+    assert post("callback", key).content == first.content
+
+
 def test_the_length_of_a_replay_is_its_own():
     """G13: Content-Length is not stored; the stack states the length of what it sends."""
     key = new_key()

@@ -9,8 +9,9 @@ from urllib.parse import urlsplit
 import pytest
 from django.db import connections
 from django.http import FileResponse, HttpResponse, JsonResponse
-from django.urls import URLPattern
+from django.urls import URLPattern, path
 from django.views.decorators.csrf import csrf_exempt
+from rest_framework.decorators import api_view
 
 from idempotency import scopes
 from idempotency.decorators import idempotent
@@ -196,6 +197,28 @@ def test_a_client_that_closes_the_socket_before_reading_finds_the_outcome(port):
     assert (answer.status, answer.is_replay) == (201, True)
     assert effects(key) == 1
     assert operation(key).attempt == 1
+
+
+@api_view(["POST"])
+@idempotent(scope=scopes.anonymous)
+def in_the_requests_transaction(request):
+    return order(request)
+
+
+urlpatterns.append(path("function/", in_the_requests_transaction))
+
+
+def test_twins_in_the_requests_own_transaction_have_one_effect(port, monkeypatch):
+    """A07: below @api_view under ATOMIC_REQUESTS a twin waits or is refused; never two, never a 500."""
+    monkeypatch.setitem(connections.settings["default"], "ATOMIC_REQUESTS", True)
+    key = new_key()
+
+    answers = in_threads([lambda: post(port, key, "/function/")] * 6)
+
+    assert {answer.status for answer in answers} <= {201, 409, 503}
+    assert len({answer.body for answer in answers if answer.status == 201}) == 1
+    assert effects(key) == 1
+    assert post(port, key, "/function/").is_replay
 
 
 def raw(port, *lines):

@@ -7,18 +7,22 @@ response is finalized and rendered inside the transaction of its effects.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from functools import partial
+from dataclasses import replace
+from functools import lru_cache, partial
 from typing import Any
 
 from django.core.exceptions import ValidationError
 from django.db import connections, transaction
 from django.http import Http404
 from django.http.response import HttpResponseBase
+from django.views import View
+from rest_framework import permissions
 from rest_framework.generics import GenericAPIView
+from rest_framework.views import APIView
 
 from .. import db, engine
 from ..conf import conf
-from ..exceptions import LeaseLost, Refusal
+from ..exceptions import ConfigurationError, LeaseLost, Refusal
 from ..fingerprints import Fingerprint
 from ..http import doors, requests
 from ..http.problems import problem
@@ -32,9 +36,13 @@ Policies = Policy | Mapping[str, Policy]
 class IdempotencyMixin:
     """Put before APIView, a generic view or a ViewSet; configure with `idempotency_policy`.
 
-    A Policy protects every method in `Policy.methods`; a dict maps action names (or methods, in
-    lower case) to policies and leaves the rest unprotected. `@action(idempotency_policy=...)` and
+    A Policy protects every method in `Policy.methods`. A dict maps action names (or methods, in lower
+    case) to policies, each for the method the action is called with unless it names others, and
+    leaves the rest unprotected. `@action(idempotency_policy=...)` and
     `as_view(idempotency_policy=...)` set it for one action or route.
+
+    Raises ConfigurationError at import behind APIView among the bases, where it could do nothing,
+    and in `as_view` for a name that the view does not have.
 
     Requests without protection keep what ATOMIC_REQUESTS gives them: a transaction around the
     handler, rolled back by every exception.
@@ -42,13 +50,22 @@ class IdempotencyMixin:
 
     idempotency_policy: Policies = Policy()
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        order = cls.__mro__
+        if APIView in order and order.index(APIView) < order.index(IdempotencyMixin):
+            raise ConfigurationError(f"{cls.__qualname__}: IdempotencyMixin comes before the view.")
+
     def get_idempotency_policy(self, request: Any) -> Policy | None:
         """The policy of this request, or None to leave it unprotected."""
-        policy = self.idempotency_policy
-        if isinstance(policy, Policy):
-            return policy
+        policies = self.idempotency_policy
+        if isinstance(policies, Policy):
+            return policies
         action = getattr(self, "action", None)
-        return policy.get(action or "") or policy.get(request.method.lower())
+        policy = policies.get(action or "") or policies.get(request.method.lower())
+        if policy is None or request.method in permissions.SAFE_METHODS:
+            return None
+        return _for_method(policy, request.method)
 
     def get_idempotency_key(self, request: Any, policy: Resolved) -> str | None:
         """The key, or None. Raises InvalidKey."""
@@ -77,6 +94,12 @@ class IdempotencyMixin:
     def as_view(cls, *args: Any, **kwargs: Any) -> Any:
         view = super().as_view(*args, **kwargs)  # type: ignore[misc]
         policies = kwargs.get("idempotency_policy", cls.idempotency_policy)
+        if not isinstance(policies, Policy):
+            for name in policies:
+                if not hasattr(cls, name) and name not in View.http_method_names:
+                    raise ConfigurationError(
+                        f"{cls.__qualname__} has no action or method {name!r}."
+                    )
         for using in _aliases(policies):
             transaction.non_atomic_requests(using=using)(view)
         view.idempotency_policy = policies
@@ -121,6 +144,11 @@ def may_see_object(view: Any) -> None:
                     raise
             except (TypeError, ValueError, ValidationError):
                 pass  # no object can have this value
+
+
+@lru_cache(maxsize=256)
+def _for_method(policy: Policy, method: str) -> Policy:
+    return policy if policy.methods is not None else replace(policy, methods=(method,))
 
 
 def _aliases(policies: Policies) -> set[str]:

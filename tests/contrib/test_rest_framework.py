@@ -27,6 +27,7 @@ from rest_framework.views import APIView, exception_handler
 from idempotency import fingerprints
 from idempotency.contrib.rest_framework import IdempotencyMixin
 from idempotency.decorators import idempotent
+from idempotency.exceptions import ConfigurationError
 from idempotency.models import Event, Operation
 from idempotency.policies import Policy
 from tests.app.models import Effect
@@ -135,9 +136,17 @@ class EffectViewSet(IdempotencyMixin, viewsets.ModelViewSet):
 
 
 class ByAction(IdempotencyMixin, viewsets.ViewSet):
-    idempotency_policy = {"create": Policy(required=True), "put": Policy(methods={"PUT"})}
+    idempotency_policy = {
+        "create": Policy(required=True),
+        "put": Policy(),
+        "list": Policy(required=True),
+        "remove": Policy(methods={"POST"}),
+    }
 
     def create(self, request):
+        return created(request)
+
+    def remove(self, request):
         return created(request)
 
     def list(self, request):
@@ -425,7 +434,10 @@ urlpatterns = [
     path("", include(router.urls)),
     path("plain/", Plain.as_view()),
     path("create/", Create.as_view()),
-    path("by-action/", ByAction.as_view({"post": "create", "get": "list", "put": "put"})),
+    path(
+        "by-action/",
+        ByAction.as_view({"post": "create", "get": "list", "put": "put", "delete": "remove"}),
+    ),
     path("by-action/other/", ByAction.as_view({"post": "other"})),
     path("initkwargs/", Plain.as_view(idempotency_policy=Policy(required=True))),
     path("from-outside/", DecoratedFromOutside.as_view()),
@@ -545,8 +557,10 @@ def test_policies_by_action_and_by_method():
     assert send(client, "/by-action/", new_key(), method="get").status_code == 200
     first, second, count = twice("/by-action/other/")
     assert (first.status_code, is_replay(second), count) == (201, False, 2)
-    first, second, count = twice("/by-action/", method="put")
+    first, second, count = twice("/by-action/", method="put")  # named, so protected for its method
     assert (second.status_code, is_replay(second), count) == (201, True, 1)
+    first, second, count = twice("/by-action/", method="delete")  # but not where it names others
+    assert (second.status_code, is_replay(second), count) == (201, False, 2)
     assert problem(send(client, "/effects/bulk/")) == "missing-key"
     assert problem(send(client, "/initkwargs/")) == "missing-key"
     assert send(client, "/plain/").status_code == 201
@@ -557,6 +571,24 @@ def test_the_view_shows_its_policy():
     assert Create.as_view().idempotency_policy == Policy(required=True)
     assert Plain.as_view(idempotency_policy=Policy(wait=1)).idempotency_policy == Policy(wait=1)
     assert TwoDatabases.as_view()._non_atomic_requests == {"other"}
+
+
+def test_a_mixin_that_could_do_nothing_is_refused_at_import():
+    """J01: behind APIView none of its methods would ever be called."""
+    with pytest.raises(ConfigurationError, match="before"):
+
+        class Wrong(APIView, IdempotencyMixin):
+            pass
+
+
+def test_a_policy_for_an_action_that_does_not_exist_is_refused_at_import():
+    """J11: a misspelt name would leave the real action unprotected without a word."""
+
+    class Misspelt(IdempotencyMixin, viewsets.ViewSet):
+        idempotency_policy = {"crate": Policy()}
+
+    with pytest.raises(ConfigurationError, match="crate"):
+        Misspelt.as_view({"get": "list"})
 
 
 def test_every_hook_can_be_overridden():
@@ -879,6 +911,36 @@ def test_a_store_that_cannot_answer_is_503_before_the_handler(monkeypatch):
     assert effects(key) == 0
 
 
+class Stepwise(IdempotencyMixin, APIView):
+    """Takes a step, then refuses."""
+
+    idempotency_policy = Policy(stepwise=True)
+
+    def post(self, request):
+        request.operation.step("reserve", reserve, request, compensate=release)
+        raise FAILURES[request.query_params["as"]]()
+
+
+def reserve(request):
+    return leave_effect(request).pk
+
+
+def release(pk, *, key):
+    Effect.objects.filter(pk=pk).delete()
+
+
+urlpatterns.append(path("stepwise/", Stepwise.as_view()))
+
+
+def test_a_stepwise_view_that_refuses_undoes_its_steps_and_stores_the_refusal():
+    """F14: the exception becomes the framework's 400, the step is compensated, the retry replays."""
+    first, second, count = twice("/stepwise/?as=validation")
+
+    assert (first.status_code, second.status_code, is_replay(second)) == (400, 400, True)
+    assert count == 0
+    assert Operation.objects.get().status == "reversed"
+
+
 # Responses
 
 
@@ -986,6 +1048,15 @@ def test_uploads_that_a_permission_has_read_are_compared(order):
     again = upload(big if order == "same" else big[:-1] + b"\x01")
     assert is_replay(again) if order == "same" else problem(again) == "mismatch"
     assert effects(key) == 1
+
+
+def test_json_that_a_permission_has_read_is_compared_digit_by_digit():
+    """Hard case 22: behind `request.data` both amounts are the same float."""
+    client, key = login(), new_key()
+    send(client, "/plain/", key, '{"amount": 1.1000000000000000001}')
+
+    assert problem(send(client, "/plain/", key, '{"amount": 1.1}')) == "mismatch"
+    assert is_replay(send(client, "/plain/", key, '{ "amount":1.1000000000000000001 }'))
 
 
 # Who may see a replay
