@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,9 +17,17 @@ from typing import Any
 from django.db import models
 
 from . import db, engine, fingerprints, keys
-from .exceptions import InvalidKey
+from .exceptions import (
+    ConfigurationError,
+    IdempotencyError,
+    InvalidKey,
+    KeyExpired,
+    ResponseNotRetained,
+)
 from .models import Operation, Outcome, Status
 from .policies import Policy
+
+logger = logging.getLogger("idempotency")
 
 #: Longer than every sender's retry schedule we know (Standard Webhooks: 75 h 35 m 5 s).
 RETENTION = timedelta(days=7)
@@ -45,15 +54,20 @@ def receive(
 
     `message_id` is the producer's id of the message, the same on every delivery. `payload` (bytes or
     JSON-able), if given, must then be the same too. Consumers with the same non-empty `serialize_on`
-    (an order's id, say) run one after the other. If the block raises, everything in it is rolled back
-    and the next delivery is new again. `policy` overrides retention (default 7 days), `using` and
-    `wait`.
+    (an order's id, say) run one after the other; messages for other objects do not wait. If the block
+    raises, everything in it is rolled back and the next delivery is new again. Inside the caller's
+    transaction the block is a savepoint of it, and lasts only if the caller commits: acknowledge
+    after that. `policy` overrides retention (default 7 days), `using` and `wait`.
 
     Raises InProgress when another delivery of the message is being worked on: do not acknowledge,
     let the broker deliver again, for the other one may still fail. Raises Mismatch when the id comes
-    with another payload, Unavailable when the database could not commit: deliver again.
+    with another payload, Unavailable when the database could not commit: deliver again. Raises
+    RolledBack if the block ends although its transaction cannot be committed, and
+    ConfigurationError for a stepwise policy, whose steps would not be one transaction.
     """
     resolved = (policy or Policy(retention=RETENTION)).resolved()
+    if resolved.stepwise:
+        raise ConfigurationError("inbox.receive is one transaction; it cannot be stepwise")
     fingerprint = (
         fingerprints.of(payload) if isinstance(payload, bytes) else fingerprints.of_value(payload)
     )
@@ -64,7 +78,11 @@ def receive(
         fingerprint=fingerprint,
         policy=resolved,
     )
-    begun = engine.begin(intent)
+    try:
+        begun = engine.begin(intent)
+    except (KeyExpired, ResponseNotRetained):  # it was received; only the result is gone
+        yield Received(False, _operation(intent))
+        return
     if isinstance(begun, engine.Replay):
         engine.replayed(begun)
         yield Received(False, begun.operation)
@@ -81,14 +99,94 @@ def receive(
         begun.complete(Outcome(status=Status.SUCCEEDED, body=b"null"))
 
 
+def _operation(intent: engine.Intent) -> Operation:
+    """The operation that was finished before; the purge may have taken it meanwhile."""
+    pk = keys.operation_id(intent.scope, intent.key)
+    found = db.read(intent.policy.using, pk)
+    return found or Operation(id=pk, key=intent.key, name=intent.name, status=Status.SUCCEEDED)
+
+
+@dataclass(frozen=True)
+class Item:
+    """What became of one message of a batch.
+
+    `status` is `received`, `duplicate` (received before), `failed` (`error` says why) or `held`: not
+    tried, because an earlier message of the same object failed. Acknowledge if `is_done`.
+    """
+
+    message: Any
+    message_id: str
+    status: str
+    error: Exception | None = None
+
+    @property
+    def is_done(self) -> bool:
+        return self.status in ("received", "duplicate")
+
+
+def receive_batch(
+    messages: Iterable[Any],
+    handle: Callable[[Any], Any],
+    *,
+    consumer: str,
+    message_id: Callable[[Any], str],
+    payload: Callable[[Any], Any] | None = None,
+    serialize_on: Callable[[Any], str] | None = None,
+    policy: Policy | None = None,
+) -> list[Item]:
+    """Receive every message of a batch for itself; returns one Item per message, in order.
+
+    `message_id`, `payload` and `serialize_on` are called with the message. Each message has a
+    transaction of its own, so one that fails takes no other with it. With `serialize_on`, messages of
+    an object whose message failed are held, so that the order survives the redelivery. Exceptions
+    of `handle` are returned, not raised.
+    """
+    items: list[Item] = []
+    failed: set[str] = set()
+    for message in messages:
+        group = serialize_on(message) if serialize_on is not None else ""
+        item = Item(message, "", "held")
+        if not group or group not in failed:
+            item = _receive_item(message, handle, consumer, message_id, payload, group, policy)
+        if group and not item.is_done:
+            failed.add(group)
+        items.append(item)
+    return items
+
+
+def _receive_item(
+    message: Any,
+    handle: Callable[[Any], Any],
+    consumer: str,
+    message_id: Callable[[Any], str],
+    payload: Callable[[Any], Any] | None,
+    group: str,
+    policy: Policy | None,
+) -> Item:
+    found = ""
+    try:
+        found = message_id(message)
+        with receive(
+            consumer=consumer,
+            message_id=found,
+            payload=None if payload is None else payload(message),
+            serialize_on=group,
+            policy=policy,
+        ) as received:
+            if received.is_new:
+                handle(message)
+    except Exception as error:
+        level = logging.INFO if isinstance(error, IdempotencyError) else logging.ERROR
+        logger.log(level, "a message for %s failed: %s", consumer, type(error).__qualname__)
+        return Item(message, found, "failed", error)
+    return Item(message, found, "received" if received.is_new else "duplicate")
+
+
 def key_of(message_id: str) -> str:
     """The message id as a key; ids with other characters, or too long ones, by their digest."""
     if not message_id:
         raise InvalidKey("A message without an id cannot be recognised when it comes again.")
-    try:
-        return keys.validate(message_id)
-    except InvalidKey:
-        return f"sha256:{hashlib.sha256(message_id.encode()).hexdigest()}"
+    return keys.from_value(message_id)
 
 
 def digest(*parts: bytes | str) -> str:

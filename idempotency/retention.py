@@ -31,6 +31,7 @@ from .models import (
     Reference,
     Status,
     Step,
+    Turn,
 )
 
 logger = logging.getLogger("idempotency")
@@ -39,6 +40,9 @@ logger = logging.getLogger("idempotency")
 BATCH_SIZE = 1000
 #: More ids than this do not fit into one statement on every database.
 LARGEST_BATCH = 10_000
+
+#: A turn that nobody took for so long is deleted; the next consumer of the object makes another.
+TURN_UNUSED = timedelta(days=1)
 
 _TRIES = 3
 
@@ -100,6 +104,8 @@ def purge(
         if deadline is not None and time.monotonic() >= deadline:
             total += Purged(complete=False)
             break
+    else:
+        _forget_turns(using, batch_size)
     logger.info(
         "purge of %s: %d deleted, %d tombstoned, %d interrupted%s",
         using,
@@ -229,6 +235,34 @@ def _batch(using: str, status: str, size: int, after: _Cursor) -> tuple[Purged, 
     # Rows that stay where they are must not be found again and again.
     stayed = len(finished) + len(gone) < len(found)
     return done, len(found), found[-1] if stayed else after
+
+
+def _forget_turns(using: str, size: int) -> None:
+    """Delete turns that nobody took for long, except those that somebody holds now."""
+    features = connections[using].features
+    if features.has_select_for_update and not features.has_select_for_update_skip_locked:
+        return  # it could wait for whoever holds one
+    unused = Turn.objects.using(using).filter(
+        used_at__lte=db.now(using, after=-TURN_UNUSED.total_seconds())
+    )
+    found = size
+    while found == size:
+        try:
+            with _write_transaction(using):
+                due = list(unused.order_by("used_at").values_list("pk", flat=True)[:size])
+                free = unused.filter(pk__in=due).select_for_update(
+                    skip_locked=features.has_select_for_update_skip_locked
+                )
+                found, _ = (
+                    Turn.objects.using(using)
+                    .filter(pk__in=list(free.values_list("pk", flat=True)))
+                    .delete()
+                )
+        except (DatabaseError, InterfaceError) as error:
+            if connections[using].in_atomic_block or not db.is_transient(error):
+                raise
+            db.drop_if_broken(using)
+            return  # they cost nothing but room; the next run takes them
 
 
 def _forget_outcomes(using: str, ids: list[uuid.UUID]) -> None:
