@@ -66,7 +66,8 @@ def latest_slot(when: Any, at: datetime) -> datetime | None:
                 return found[-1]
         return None
     if isinstance(when, schedule):
-        return EPOCH + (at - EPOCH) // when.run_every * when.run_every
+        every = _interval(when)
+        return EPOCH + (at - EPOCH) // every * every
     return None
 
 
@@ -82,9 +83,13 @@ def _next(when: Any, after: datetime) -> datetime:
                     return slot
             start += timedelta(hours=1)
     if isinstance(when, schedule):
-        every = when.run_every
-        return EPOCH + ((after - EPOCH) // every + 1) * every  # type: ignore[no-any-return]
+        every = _interval(when)
+        return EPOCH + ((after - EPOCH) // every + 1) * every
     raise TypeError(f"{when!r} has no slots that can be counted")
+
+
+def _interval(when: Any) -> timedelta:
+    return when.run_every  # type: ignore[no-any-return]
 
 
 def slot_headers(entry: str, slot: datetime) -> dict[str, str]:
