@@ -1,18 +1,21 @@
-"""Abandoned stepwise operations: run again, compensated, asked about, or handed over to people."""
+"""Stepwise operations without an executor: run, compensated, asked about, or handed over to people."""
 
 from __future__ import annotations
 
 import inspect
 import logging
-from typing import Any
+import uuid
+from collections.abc import Callable
+from typing import Any, ParamSpec
 
 from asgiref.sync import async_to_sync
+from django.db import transaction
 from django.db.models import Q
 from django.utils.module_loading import import_string
 
 from . import compensation, db, encoding, engine, signals
 from .conf import conf
-from .exceptions import Refusal, StoredFailure
+from .exceptions import ConfigurationError, Mismatch, Refusal, StoredFailure
 from .executions import send
 from .models import EventKind, Operation, Status
 from .policies import Policy
@@ -28,6 +31,8 @@ from .reconciliation import (
 from .steps import backoff
 
 logger = logging.getLogger("idempotency")
+
+P = ParamSpec("P")
 
 
 def complete_abandoned(using: str | None = None, *, limit: int = 100) -> Report:
@@ -48,6 +53,32 @@ def complete_abandoned(using: str | None = None, *, limit: int = 100) -> Report:
         counts["asked"] += 1
         counts[_complete(operation)] += 1
     return Report(**counts)
+
+
+def submit(function: Callable[P, Any], *args: P.args, **kwargs: P.kwargs) -> uuid.UUID:
+    """Leave a stepwise idempotent function to `complete_abandoned`; returns the operation's id.
+
+    In the caller's transaction: what is submitted with a view's own answer is as durable as that.
+    A call that was submitted or made before is left alone. Raises Mismatch, and ConfigurationError
+    for a function that the completer could not call.
+    """
+    get_intent = getattr(function, "idempotency_intent", None)
+    intent = None if get_intent is None else get_intent(args, kwargs)
+    if intent is None or intent.arguments is None:
+        raise ConfigurationError(
+            f"submit() takes a stepwise @idempotent_function at module level, not {function!r}"
+        )
+    using, fresh = intent.policy.using, engine.first_row(intent)
+    with transaction.atomic(using):
+        is_new, found = db.claim(using, fresh.__dict__, 0, None)
+        if found is not None and found.is_final and found.forgotten and not found.is_waiting:
+            is_new = engine.renew(fresh, intent)
+        elif found is not None and not intent.fingerprint.matches(found.fingerprint):
+            raise Mismatch(operation_id=found.pk)
+        if is_new:
+            values = (Status.PROCESSING, fresh.attempt, fresh.owner, "submitted", 0)
+            db.execute(using, "fail", values, fresh.pk)
+    return fresh.pk
 
 
 def _is_leased(operation: Operation) -> bool:

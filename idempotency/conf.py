@@ -36,6 +36,7 @@ DEFAULTS: dict[str, Any] = {
     "PROBLEM_TYPE": "urn:django-idempotency:problem:",
     "PROBLEM_RENDERER": None,
     "DOCUMENTATION_URL": "",
+    "STATUS_ROUTE": "",  # name of the URL of an OperationStatusView; refusals then name it
     "RETRY_AFTER": 1,  # seconds, the hint of in-progress and unavailable
     "REFUSE_OLD_KEYS": True,  # UUIDv7 keys made before anything could still be remembered
     "EVENTS_PER_OPERATION": 50,

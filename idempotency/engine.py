@@ -168,19 +168,7 @@ def _try(intent: Intent) -> AnyExecution | Replay:
             f"{intent.name}: this operation is being executed by this very call. "
             "Give the inner operation a key of its own, for example current().derive_key('inner')."
         )
-    fresh = Operation.to_claim(
-        policy.using,
-        id=pk,
-        scope=scopes.encode(intent.scope),
-        key=intent.key,
-        name=intent.name,
-        status=Status.PROCESSING,
-        fingerprint=intent.fingerprint.digest(),
-        attempt=1,
-        owner=new_owner(),
-        stepwise=policy.stepwise,
-        arguments=intent.arguments,
-    )
+    fresh = first_row(intent)
     is_open = connections[policy.using].in_atomic_block
     if policy.stepwise and is_open and not in_test_transaction(policy.using):
         raise ConfigurationError(
@@ -215,6 +203,23 @@ def _try(intent: Intent) -> AnyExecution | Replay:
     raise Unavailable(operation_id=pk, retry_after=conf.RETRY_AFTER) from cause
 
 
+def first_row(intent: Intent) -> Operation:
+    """The row that a first claim inserts."""
+    return Operation.to_claim(
+        intent.policy.using,
+        id=keys.operation_id(intent.scope, intent.key),
+        scope=scopes.encode(intent.scope),
+        key=intent.key,
+        name=intent.name,
+        status=Status.PROCESSING,
+        fingerprint=intent.fingerprint.digest(),
+        attempt=1,
+        owner=new_owner(),
+        stepwise=intent.policy.stepwise,
+        arguments=intent.arguments,
+    )
+
+
 def _claim(fresh: Operation, intent: Intent) -> Operation | Replay | None:
     """The operation to execute, or its replay; None when the row changed hands: claim again."""
     policy = intent.policy
@@ -235,7 +240,7 @@ def _claim(fresh: Operation, intent: Intent) -> Operation | Replay | None:
     if found.scope != fresh.scope or found.key != fresh.key:  # SHA-256 would have collided
         raise IdempotencyError(f"operation {found.pk} belongs to another key")
     if found.is_final and found.forgotten and not found.is_waiting:
-        return fresh if _renew(fresh, intent) else found
+        return fresh if renew(fresh, intent) else found
     if not intent.fingerprint.matches(found.fingerprint):
         _refuse(found, Mismatch(operation_id=found.pk))
     if found.is_final:
@@ -256,7 +261,7 @@ def _is_late(key: str, keep: float) -> bool:
     return issued is not None and issued + keep + 300 < time.time()
 
 
-def _renew(fresh: Operation, intent: Intent) -> bool:
+def renew(fresh: Operation, intent: Intent) -> bool:
     """Start a new life of a row whose window and tombstone are over. False: somebody else has it."""
     policy = intent.policy
     with transaction.atomic(policy.using):

@@ -90,6 +90,7 @@ def idempotent_function(
                 return run(intent(args, kwargs), lambda: function(*args, **kwargs), failures)
 
         wrapper.idempotency_policy = policy
+        wrapper.idempotency_intent = intent
         return cast("Callable[P, R]", wrapper)
 
     return decorate

@@ -126,6 +126,7 @@ WRONG = {
     "PROBLEM_TYPE": "",
     "PROBLEM_RENDERER": 5,
     "DOCUMENTATION_URL": "see <docs>",
+    "STATUS_ROUTE": "no-such-route",
     "RETRY_AFTER": 0.5,
     "REFUSE_OLD_KEYS": 1,
     "EVENTS_PER_OPERATION": None,

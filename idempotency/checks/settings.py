@@ -12,6 +12,7 @@ from django.conf import settings
 from django.core import checks
 from django.core.checks import CheckMessage
 from django.db import connections
+from django.urls import NoReverseMatch, reverse
 from django.utils.module_loading import import_string
 
 from .. import scopes
@@ -33,6 +34,14 @@ def _is_seconds(least: float) -> Callable[[Any], bool]:
         return isinstance(value, int | float) and not isinstance(value, bool) and value >= least
 
     return accepts
+
+
+def _is_route(value: str) -> bool:
+    try:
+        reverse(value, args=["00000000-0000-8000-8000-000000000000"])
+    except NoReverseMatch:
+        return False
+    return True
 
 
 def _is_count(value: Any) -> bool:
@@ -128,6 +137,10 @@ RULES: dict[str, Rule] = {
     "DOCUMENTATION_URL": (
         lambda value: isinstance(value, str) and re.search(r"[\s<>\"]", value) is None,
         "a URL, or '' for none",
+    ),
+    "STATUS_ROUTE": (
+        lambda value: value == "" or (isinstance(value, str) and _is_route(value)),
+        "the name of a URL pattern that takes an operation's id, or '' for none",
     ),
     "RETRY_AFTER": (_is_count, "a whole number of seconds"),
     "REFUSE_OLD_KEYS": (_is_bool, "True or False"),

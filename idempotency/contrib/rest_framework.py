@@ -18,13 +18,14 @@ from django.http.response import HttpResponseBase
 from django.views import View
 from rest_framework import permissions
 from rest_framework.generics import GenericAPIView
+from rest_framework.response import Response
 from rest_framework.views import APIView
 
 from .. import db, engine
 from ..conf import conf
 from ..exceptions import ConfigurationError, LeaseLost, Refusal
 from ..fingerprints import Fingerprint
-from ..http import doors, requests
+from ..http import doors, requests, status
 from ..http.problems import problem
 from ..http.responses import capture, rendered
 from ..policies import Policy, Resolved
@@ -273,3 +274,22 @@ def _handle_exception(
     else:
         begun.store_failure(outcome)
     return response
+
+
+class OperationStatusView(APIView):
+    """`http.status.OperationStatusView` behind REST framework's authentication, permissions and throttles."""
+
+    http_method_names = ["get", "head", "options"]
+    policy = Policy()
+    show_result = False
+
+    def get(self, request: Any, operation: str = "") -> Response:
+        found = status.find(request, operation, self.policy)
+        if found is None:
+            raise Http404
+        members = status.describe(found, self.policy, show_result=self.show_result)
+        headers = {"Cache-Control": "no-store"}
+        wait = status.retry_after(found)
+        if wait is not None:
+            headers["Retry-After"] = str(wait)
+        return Response(members, headers=headers)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import uuid
 from typing import Any
 
 from django.http import HttpResponse
+from django.urls import reverse
 
 from ..conf import conf
 from ..exceptions import Refusal
@@ -49,4 +51,14 @@ def members(refusal: Refusal) -> dict[str, Any]:
     result["key_action"] = refusal.key_action
     if refusal.operation_id is not None:
         result["operation_id"] = str(refusal.operation_id)
+        url = status_url(refusal.operation_id)
+        if url is not None:
+            result["status_url"] = url
     return result
+
+
+def status_url(operation_id: uuid.UUID) -> str | None:
+    """Where the state of the operation can be read: IDEMPOTENCY["STATUS_ROUTE"] with its id."""
+    if not conf.STATUS_ROUTE:
+        return None
+    return reverse(conf.STATUS_ROUTE, args=[str(operation_id)])
