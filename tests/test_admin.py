@@ -12,12 +12,13 @@ import pytest
 from django.contrib.admin.models import LogEntry
 from django.contrib.auth.models import Permission, User
 from django.contrib.contenttypes.models import ContentType
-from django.db import connection
+from django.db import connection, transaction
 from django.test import Client
 from django.test.utils import CaptureQueriesContext
 from django.urls import reverse
 
 from idempotency import keys
+from idempotency.admin import story
 from idempotency.models import (
     FINAL,
     Event,
@@ -434,6 +435,16 @@ def test_looking_does_not_keep_the_lock(client: Client) -> None:
     get(client, detail(operation))
     with elsewhere(hold_lock(operation.pk)):  # fails if the page still held it
         pass
+
+
+@pytest.mark.vendor("postgresql")
+@pytest.mark.django_db(transaction=True)
+def test_looking_inside_a_transaction_gives_the_lock_back_at_once() -> None:
+    operation = make(status=Status.PROCESSING)
+    with transaction.atomic():  # ATOMIC_REQUESTS
+        assert story.state(operation) == "interrupted"
+        with elsewhere(hold_lock(operation.pk)):
+            pass
 
 
 @pytest.mark.vendor("sqlite")

@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
+from importlib import import_module
 from io import StringIO
 from typing import Any
 
@@ -408,6 +409,18 @@ def test_the_command_shows_progress_for_every_batch_when_asked() -> None:
     out = run("--batch-size=2", verbosity=2)
     assert out.index("2 finished deleted") < out.index("4 finished deleted")
     assert run(verbosity=0) == ""
+
+
+@pytest.mark.django_db
+def test_the_command_shows_a_sign_of_life_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = import_module("idempotency.management.commands.purge_operations")
+    for number in range(4):
+        make(str(number))
+    assert "…" not in run("--batch-size=1")
+    for number in range(4):
+        make(str(number))
+    monkeypatch.setattr(module, "PROGRESS_EVERY", 0)
+    assert run("--batch-size=1").count("…") == 4
 
 
 @pytest.mark.django_db

@@ -149,8 +149,11 @@ def test_a_broken_receiver_breaks_neither_the_operation_nor_other_receivers(
     def broken(**kwargs: Any) -> None:
         raise RuntimeError
 
-    for signal in SIGNALS.values():
+    late = Receiver()  # after the broken one
+    connected = {}
+    for name, signal in SIGNALS.items():
         signal.connect(broken)
+        connected[name] = late.connect(name)
     try:
         if joined:
             with transaction.atomic():
@@ -163,9 +166,11 @@ def test_a_broken_receiver_breaks_neither_the_operation_nor_other_receivers(
         with pytest.raises(ZeroDivisionError):
             engine.run(intent(key="other"), fail)
     finally:
-        for signal in SIGNALS.values():
+        for name, signal in SIGNALS.items():
             signal.disconnect(broken)
+            signal.disconnect(connected[name])
 
+    assert late.names == receiver.names
     assert receiver.names == [
         "operation_finished",
         "operation_replayed",
