@@ -294,7 +294,7 @@ def _execute(operation: Operation, intent: Intent, *, is_ours: bool) -> AnyExecu
     if intent.policy.stepwise:
         if is_ours:  # the claim itself took the lease
             return StepwiseExecution(operation, intent.policy, resumed=False)
-        return lease(operation, intent.policy)
+        return lease(operation, intent.policy, give_up=intent.give_up)
     using = intent.policy.using
     pauses = iter(LOCK_PAUSES)
     while True:
@@ -332,8 +332,10 @@ def _take_over_plain(operation: Operation, locked: db.Locked, intent: Intent) ->
     limit, outcome = intent.give_up
     interruptions = locked.interruptions + (not locked.last_error)
     if interruptions >= limit:
+        logger.error("operation %s given up: it took down %d executors", operation.pk, limit)
         values = settle(operation, outcome, intent.policy)
         db.execute(intent.policy.using, "complete", values, operation.pk)
+        send(signals.operation_finished, operation)
         return False
     _take_over(operation, locked)
     values = (operation.attempt, operation.owner, interruptions)
@@ -341,10 +343,13 @@ def _take_over_plain(operation: Operation, locked: db.Locked, intent: Intent) ->
     return False
 
 
-def lease(operation: Operation, policy: Resolved) -> StepwiseExecution | None:
+def lease(
+    operation: Operation, policy: Resolved, *, give_up: tuple[int, Outcome] | None = None
+) -> StepwiseExecution | None:
     """Continue a stepwise operation whose lease was given back or has lapsed.
 
-    None: the row changed since `operation` was read. Raises InProgress while another has the lease.
+    None: the row changed since `operation` was read, or after `give_up[0]` executors that vanished it
+    is `reconciling` now. Raises InProgress while another has the lease.
     """
     with transaction.atomic(policy.using):
         locked = db.lock(policy.using, operation.pk)
@@ -355,7 +360,15 @@ def lease(operation: Operation, policy: Resolved) -> StepwiseExecution | None:
         if _is_unsafe(operation, locked, policy):
             _reconcile(operation, locked)
             return None
+        interruptions = locked.interruptions + (not locked.last_error)
+        if give_up is not None and interruptions >= give_up[0]:
+            logger.error("operation %s given up: it took down its executors", operation.pk)
+            _reconcile(operation, locked)  # its steps may have had effects: no failure to store
+            return None
         _take_over(operation, locked)
+        if give_up is not None:
+            counted = (operation.attempt, operation.owner, interruptions)
+            db.execute(policy.using, "start", counted, operation.pk)
         seconds = policy.lease.total_seconds()
         values = (operation.attempt, operation.owner, True, seconds, seconds)
         db.execute(policy.using, "lease", values, operation.pk)

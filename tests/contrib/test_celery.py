@@ -27,6 +27,7 @@ from idempotency.exceptions import (
     ConfigurationError,
     InProgress,
     Mismatch,
+    OutcomeUnknown,
     StoredFailure,
     Unavailable,
 )
@@ -673,11 +674,14 @@ def test_six_copies_at_once_have_one_effect(broker: Queue) -> None:
 
 
 def dies_when_told(broker: Queue, **options: Any) -> Any:
+    parent = os.getpid()
+
     @broker.task(name="dies")
     @idempotent_task(key=lambda death: "k", fingerprint=lambda death: None, **options)
     def dies(death: bool) -> int:
         pk = effect("dies")
         if death:
+            assert os.getpid() != parent, "run once more than it may"
             os.kill(os.getpid(), signal.SIGKILL)
         return pk
 
@@ -725,6 +729,19 @@ def test_a_task_that_kills_its_worker_again_and_again_ends_dead(broker: Queue) -
     assert "3 executors vanished" in str(ended.value)
     assert (only().status, effects("dies")) == (Status.FAILED, 0)
     assert broker.deliver(delivery).state == "FAILURE"  # and stays dead
+
+
+def test_a_stepwise_task_that_kills_its_workers_waits_for_people(broker: Queue) -> None:
+    """Its steps may have had effects: neither failed nor succeeded can be claimed."""
+    dies = dies_when_told(broker, give_up_after=2, stepwise=True)
+    dies.delay(True)
+    delivery = broker.sent()
+    for _ in range(2):
+        killed(broker, delivery)
+        Operation.objects.update(lease_expires_at=django_timezone.now() - timedelta(hours=1))
+    ended = broker.deliver(delivery)
+    assert (ended.state, type(ended.value)) == ("FAILURE", OutcomeUnknown)
+    assert only().status == Status.RECONCILING
 
 
 def only_or_none() -> str | None:
