@@ -7,6 +7,7 @@ from itertools import chain
 from typing import Any
 
 import pytest
+from django.db import connections
 from django.http import HttpResponse
 
 from idempotency import engine
@@ -69,6 +70,19 @@ def test_a_storm_of_240_requests_over_20_keys_has_20_effects() -> None:
     assert len(set(answers)) == 20  # one answer per key, whoever got it
     assert [effects(key) for key in keys] == [1] * 20
     assert all(is_replay(post(view, key)) for key in keys)  # nothing is left locked
+
+
+@pytest.mark.vendor("sqlite")
+def test_sqlite_without_immediate_transactions_has_one_effect(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Django's default: a transaction that read before it wrote would be refused the lock."""
+    options = connections.settings["default"]["OPTIONS"]
+    monkeypatch.setitem(options, "transaction_mode", "DEFERRED")
+    key = callers.new_key()
+    view = effect_view()
+    answers = in_threads([lambda: describe(post(view, key))] * 20)
+    assert_one_effect(answers, key)
 
 
 @needs_row_locks

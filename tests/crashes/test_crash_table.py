@@ -2,18 +2,22 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from functools import cache
+from itertools import chain
 from typing import Any
 
 import pytest
 from django.db import transaction
 from django.http import HttpResponse
+from django.utils import timezone
 
 from idempotency import engine
-from idempotency.models import Outcome, Status
+from idempotency.models import Operation, Outcome, Status
 from tests import callers
 from tests.callers import age, effect_view, effects, is_replay, operation, post, problem, retry
-from tests.crashes.points import Crash, crash, crashes, passed_by
+from tests.crashes.points import Crash, crash, crashes, die, passed_by
+from tests.processes import Child, Died
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -178,7 +182,7 @@ def test_storing_a_deterministic_failure_may_die_anywhere() -> None:
 
 
 def operation_is_final(key: str) -> bool:
-    return engine.Operation.objects.filter(key=key, status=Status.FAILED).exists()
+    return Operation.objects.filter(key=key, status=Status.FAILED).exists()
 
 
 def test_the_first_request_of_a_second_life_may_die_anywhere() -> None:
@@ -208,7 +212,71 @@ def test_an_operation_inside_a_callers_transaction_may_die_anywhere() -> None:
 
     for each in crashes(unused, act):
         committed = effects(each.key)
-        assert committed == engine.Operation.objects.filter(key=each.key).count(), str(each)
+        assert committed == Operation.objects.filter(key=each.key).count(), str(each)
         result = engine.run(callers.intent(each.key), callers.succeed)
         assert result.replayed == bool(committed), str(each)
         assert effects(each.key) == 1, str(each)
+
+
+GIVEN_UP = Outcome(status=Status.FAILED, code=500, body=b"given up")
+
+
+def run_giving_up(key: str, after: int) -> engine.Result:
+    intent = replace(callers.intent(key), give_up=(after, GIVEN_UP))
+    return engine.run(intent, callers.succeed)
+
+
+def test_an_operation_that_counts_its_interruptions_may_die_anywhere() -> None:
+    """Attempts are committed before they run; that adds points, and takes nothing away."""
+    first = crashes(unused, lambda key: run_giving_up(key, 100))
+    takeover = crashes(interrupted, lambda key: run_giving_up(key, 100))
+    for each in chain(first, takeover):
+        committed = effects(each.key)
+        result = run_giving_up(each.key, 100)
+        assert result.replayed == bool(committed), str(each)
+        assert effects(each.key) == 1, str(each)
+
+
+def interrupted() -> str:
+    key = unused()
+    interrupt(key)
+    return key
+
+
+def interrupt(key: str) -> None:
+    """One more executor dies in its handler."""
+    child = Child(lambda: engine.run(replace(callers.intent(key), give_up=(3, GIVEN_UP)), kill))
+    with pytest.raises(Died):
+        child.result()
+
+
+def kill(operation: Any) -> Outcome:
+    callers.succeed(operation)
+    die()
+    raise AssertionError("unreachable")
+
+
+def test_an_operation_that_kills_every_executor_is_given_up() -> None:
+    key = unused()
+    for _ in range(3):
+        interrupt(key)
+    result = run_giving_up(key, 3)
+    assert (result.replayed, result.outcome.code, result.outcome.body) == (True, 500, b"given up")
+    assert effects(key) == 0
+
+
+def test_an_interrupted_operation_that_may_not_be_rerun_is_never_rerun() -> None:
+    """on_interrupted="reconcile": whoever died before the commit leaves an unknown outcome."""
+    cautious = effect_view(on_interrupted="reconcile")
+    long_ago = timezone.now() - timezone.timedelta(minutes=1)
+    for each in crashes(unused, lambda key: post(cautious, key)):
+        committed = effects(each.key)
+        claimed = Operation.objects.filter(key=each.key).update(created_at=long_ago)
+        response = post(cautious, each.key)
+        if committed:
+            assert is_replay(response), str(each)
+        elif claimed:
+            assert problem(response) == "outcome-unknown", str(each)
+            assert effects(each.key) == 0, str(each)
+        else:
+            assert (response.status_code, effects(each.key)) == (201, 1), str(each)
