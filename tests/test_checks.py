@@ -31,6 +31,7 @@ from idempotency import checks, scopes
 from idempotency.checks import databases, urls
 from idempotency.checks.settings import RULES
 from idempotency.conf import DEFAULTS
+from idempotency.contrib.celery import idempotent_task
 from idempotency.contrib.rest_framework import IdempotencyMixin
 from idempotency.decorators import idempotent
 from idempotency.models import Operation, Status
@@ -131,7 +132,6 @@ WRONG = {
     "REFUSE_OLD_KEYS": 1,
     "EVENTS_PER_OPERATION": None,
     "RECONCILE_MAX_AGE": 0,
-    "REFUSE_OLD_KEYS": "yes",
     "OUTBOX_PUBLISHER": None,
     "OUTBOX_BATCH_SIZE": 0,
     "OUTBOX_INTERVAL": 0,
@@ -728,6 +728,48 @@ def test_a_task_must_end_before_the_broker_delivers_it_again(
         task_time_limit=limit,
         broker_transport_options={"visibility_timeout": 3600},
     )
+    assert ids(checks.check_celery()) == expected
+
+
+@pytest.mark.parametrize(
+    ("broker", "expected"),
+    [("redis://host", ["W071"]), ("sqs://", ["W071"]), ("amqp://host", []), (None, [])],
+)
+def test_brokers_that_redeliver_by_themselves_are_known(
+    app: Callable[..., None], broker: str | None, expected: list[str]
+) -> None:
+    """BUGS N04: nobody sets a visibility timeout, and Redis has one all the same."""
+    app(
+        broker_url=broker,
+        task_acks_late=True,
+        task_reject_on_worker_lost=True,
+        task_time_limit=7200,
+    )
+    assert ids(checks.check_celery()) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, []),
+        ({"acks_late": True}, ["W073"]),
+        ({"acks_late": True, "reject_on_worker_lost": True}, []),
+        ({"acks_late": True, "reject_on_worker_lost": True, "time_limit": 3600}, ["W074"]),
+        ({"acks_late": True, "reject_on_worker_lost": True, "time_limit": 3599}, []),
+        ({"time_limit": 3600}, []),
+    ],
+)
+def test_an_idempotent_task_with_options_of_its_own_is_looked_at(
+    app: Callable[..., None], options: dict[str, Any], expected: list[str]
+) -> None:
+    """BUGS N04, N12: the same mistakes, made on one task."""
+    app(broker_url="redis://host")
+
+    def pay() -> None: ...
+
+    task = celery.current_app.task(shared=False, bind=True, **options)
+    task(idempotent_task()(pay))
+    task(name="plain")(pay)  # no business of ours
     assert ids(checks.check_celery()) == expected
 
 
