@@ -26,6 +26,16 @@ BEAT_SCHEDULE: dict[str, dict[str, Any]] = {
         "kwargs": {"max_seconds": 60},
         "options": {"expires": 10},
     },
+    "idempotency-reconcile": {
+        "task": "idempotency.tasks.reconcile",
+        "schedule": 10.0,
+        "options": {"expires": 10},
+    },
+    "idempotency-complete": {
+        "task": "idempotency.tasks.complete",
+        "schedule": 10.0,
+        "options": {"expires": 10},
+    },
 }
 
 
@@ -59,3 +69,29 @@ def relay_outbox(using: str | None = None, max_seconds: float | None = None) -> 
     from . import outbox
 
     return asdict(outbox.relay(using=using, max_seconds=max_seconds))
+
+
+@shared_task(name="idempotency.tasks.reconcile", ignore_result=True)
+def reconcile(using: str | None = None, limit: int = 100) -> dict[str, int]:
+    """`reconciliation.reconcile_due()`: asks what became of operations whose outcome is unknown.
+
+    Returns the number of operations by what happened to them. Runs may overlap.
+    """
+    from dataclasses import asdict
+
+    from . import reconciliation
+
+    return asdict(reconciliation.reconcile_due(using, limit=limit))
+
+
+@shared_task(name="idempotency.tasks.complete", ignore_result=True)
+def complete(using: str | None = None, limit: int = 100) -> dict[str, int]:
+    """`completion.complete_abandoned()`: goes on with stepwise operations nobody executes.
+
+    Returns the number of operations by what happened to them. Runs may overlap.
+    """
+    from dataclasses import asdict
+
+    from . import completion
+
+    return asdict(completion.complete_abandoned(using, limit=limit))
