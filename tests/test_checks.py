@@ -765,11 +765,15 @@ def test_an_idempotent_task_with_options_of_its_own_is_looked_at(
     """BUGS N04, N12: the same mistakes, made on one task."""
     app(broker_url="redis://host")
 
+    task = celery.current_app.task(shared=False, **options)
+
+    @task
+    @idempotent_task()
     def pay() -> None: ...
 
-    task = celery.current_app.task(shared=False, bind=True, **options)
-    task(idempotent_task()(pay))
-    task(name="plain")(pay)  # no business of ours
+    @task
+    def plain() -> None: ...  # no business of ours
+
     assert ids(checks.check_celery()) == expected
 
 
