@@ -18,7 +18,7 @@ from uuid import UUID
 import pytest
 from celery import chain, chord, group, shared_task
 from celery.exceptions import Ignore, SoftTimeLimitExceeded
-from django.db import connections, transaction
+from django.db import OperationalError, connections, transaction
 from django.utils import timezone as django_timezone
 
 from idempotency import engine, log
@@ -463,6 +463,28 @@ def test_control_flow_is_never_stored_as_a_failure(broker: Queue, error: Excepti
     assert (effects("pay"), only().status) == (0, Status.PROCESSING)
     pay.delay()
     assert broker.work()[0].state == "SUCCESS"
+    assert effects("pay") == 1
+
+
+@pytest.mark.parametrize(
+    "error", [InProgress(), Unavailable(), OperationalError(1213, "Deadlock found")]
+)
+def test_what_may_pass_is_never_stored_as_a_failure(broker: Queue, error: Exception) -> None:
+    """Another operation in progress inside the task, a deadlock: the task comes again by itself."""
+    raised = [error]
+
+    @broker.task
+    @idempotent_task(failures=(Exception,))
+    def pay() -> int:
+        pk = effect("pay")
+        if raised:
+            cause = raised.pop()
+            cause.__cause__ = type("Driver", (Exception,), {})()
+            raise cause
+        return pk
+
+    pay.delay()
+    assert [each.state for each in broker.work()] == ["IGNORED", "SUCCESS"]
     assert effects("pay") == 1
 
 
