@@ -131,20 +131,31 @@ def may_see_object(view: Any) -> None:
 
     Raises what `get_object` raises, unless the object was deleted.
     """
-    field = getattr(view, "lookup_field", None)
-    name = getattr(view, "lookup_url_kwarg", None) or field
-    if name not in view.kwargs or not isinstance(view, GenericAPIView):
+    if not isinstance(view, GenericAPIView):
+        return
+    value = view.kwargs.get(view.lookup_url_kwarg or view.lookup_field)
+    if value is None and not _has_custom_object(view):
         return
     queryset = view.get_queryset()
     with transaction.atomic(using=queryset.db):  # for a queryset with select_for_update()
         try:
             view.get_object()
         except Http404:
-            try:
-                if queryset.model._base_manager.filter(**{str(field): view.kwargs[name]}).exists():
-                    raise
-            except (TypeError, ValueError, ValidationError):
-                pass  # no object can have this value
+            if value is None or _exists(queryset.model, view.lookup_field, value):
+                raise
+
+
+def _has_custom_object(view: Any) -> bool:
+    """Whether the object is found by other arguments of the path than the declared one."""
+    is_custom = type(view).get_object is not GenericAPIView.get_object
+    return is_custom and bool(view.kwargs) and getattr(view, "detail", None) is not False
+
+
+def _exists(model: Any, field: str, value: Any) -> bool:
+    try:
+        return bool(model._base_manager.filter(**{field: value}).exists())
+    except (TypeError, ValueError, ValidationError):
+        return False  # no object can have this value
 
 
 @lru_cache(maxsize=256)

@@ -1104,6 +1104,37 @@ def test_a_replay_goes_on_when_the_object_was_deleted():
     assert (again.status_code, again.content, is_replay(again)) == (201, first.content, True)
 
 
+class CustomObject(IdempotencyMixin, generics.UpdateAPIView):
+    """Finds its object by another argument of the path than `lookup_field`."""
+
+    queryset = Effect.objects.all()
+    serializer_class = EffectSerializer
+    permission_classes = [Gate]
+
+    def get_object(self):
+        effect = generics.get_object_or_404(self.get_queryset(), pk=self.kwargs["number"])
+        self.check_object_permissions(self.request, effect)
+        return effect
+
+
+urlpatterns.append(path("custom/<int:number>/", CustomObject.as_view()))
+
+
+def test_a_replay_asks_for_an_object_that_is_found_in_the_views_own_way():
+    """Hard case 27: a get_object() of the project's is not overlooked; unsure means closed."""
+    client, key, effect = login(), new_key(), detail()
+    call = functools.partial(
+        send, client, f"/custom/{effect.pk}/", key, {"amount": 5}, method="patch"
+    )
+    assert call().status_code == 200
+    assert is_replay(call())
+
+    Effect.objects.update(label="hidden")
+    assert call().status_code == 403
+    effect.delete()
+    assert call().status_code == 404
+
+
 def test_a_replay_on_a_view_whose_queryset_locks():
     """The object is fetched inside a transaction, so select_for_update() is no 500."""
     client, key, effect = login(), new_key(), detail()
