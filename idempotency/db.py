@@ -172,10 +172,13 @@ class Statements:
         self.insert = f"{into} VALUES ({values})"
         if self.vendor == "postgresql":
             # Even DO NOTHING waits for a transaction that has updated the row: look first.
+            absent = f"found.{q('scope')} IS NULL"
             self.claim = (
-                f"WITH found AS ({self.read}), claimed AS (INSERT {into} SELECT {values} "
-                f"WHERE NOT EXISTS (SELECT 1 FROM found) ON CONFLICT ({q('id')}) DO NOTHING RETURNING 1) "
-                "SELECT (SELECT 1 FROM claimed), found.* FROM (SELECT 1) one LEFT JOIN found ON TRUE"
+                f"WITH found AS (SELECT {self.read_columns} "
+                f"FROM (SELECT 1) one LEFT JOIN {t} ON {t}.{q('id')} = %s), "
+                f"claimed AS (INSERT {into} SELECT {values} FROM found WHERE {absent} "
+                f"ON CONFLICT ({q('id')}) DO NOTHING RETURNING 1) "
+                "SELECT (SELECT 1 FROM claimed), found.* FROM found"
             )
             # Its commit need not wait for the disk: the log is flushed in order, so the commit of
             # the effects flushes the claim too, and a crash before that leaves nothing to protect.
