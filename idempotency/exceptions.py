@@ -136,12 +136,14 @@ class ResponseNotRetained(Refusal):
     code = "response-not-retained"
     status = 410
     title = _("The operation has finished, and its response was not kept.")
+    key_action = "same_key"  # with a new one it would be done again
 
 
 class KeyExpired(Refusal):
     code = "key-expired"
     status = 410
     title = _("The operation finished earlier, and its response is no longer kept.")
+    key_action = "same_key"  # with a new one it would be done again
 
 
 class Unavailable(Refusal):

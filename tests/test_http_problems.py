@@ -59,8 +59,8 @@ TABLE = [
     (exceptions.Mismatch, 422, False, "new_key", False),
     (exceptions.InProgress, 409, True, "wait", True),
     (exceptions.OutcomeUnknown, 409, False, "wait", True),
-    (exceptions.ResponseNotRetained, 410, False, "new_key", False),
-    (exceptions.KeyExpired, 410, False, "new_key", False),
+    (exceptions.ResponseNotRetained, 410, False, "same_key", False),
+    (exceptions.KeyExpired, 410, False, "same_key", False),
     (exceptions.Unavailable, 503, True, "same_key", True),
 ]
 
@@ -85,6 +85,12 @@ def test_every_refusal_has_its_row_of_the_table(refusal, status, retryable, key_
         "key_action": key_action,
         "operation_id": str(pk),
     }
+
+
+def test_what_is_done_already_never_advises_a_new_key():
+    """A client that follows `key_action` by itself must not repeat a finished operation."""
+    for done in (exceptions.ResponseNotRetained, exceptions.KeyExpired, exceptions.OutcomeUnknown):
+        assert members(done())["key_action"] != "new_key"
 
 
 def test_the_table_is_complete():
