@@ -94,6 +94,9 @@ class Intent:
     key: str
     fingerprint: Fingerprint
     policy: Resolved
+    #: A client made the key for this request, so the key's age says how late the request may be. One
+    #: that is made of the domain (an order's id, a message's) says nothing of the kind.
+    from_client: bool = False
     #: JSON of what a stepwise operation needs to be run again without its caller.
     arguments: str | None = None
     #: (n, outcome): after n executors that vanished without a word, store this outcome instead of
@@ -225,7 +228,7 @@ def _claim(fresh: Operation, intent: Intent) -> Operation | Replay | None:
     policy = intent.policy
     keep = (policy.retention + policy.tombstone).total_seconds()
     lease = policy.lease.total_seconds() if policy.stepwise else None
-    if conf.REFUSE_OLD_KEYS and _is_late(intent.key, keep):
+    if intent.from_client and conf.REFUSE_OLD_KEYS and _is_late(intent.key, keep):
         is_new, found = False, db.read(policy.using, fresh.pk)
         if found is None or (found.is_final and found.forgotten):
             raise KeyTooOld(operation_id=fresh.pk)

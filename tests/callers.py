@@ -131,6 +131,7 @@ def intent(key: str, value: Any = "value", user: int = 1, **policy: Any) -> engi
         key=key,
         fingerprint=fingerprints.of_value(value),
         policy=Policy(**policy).resolved(),
+        from_client=True,
     )
 
 

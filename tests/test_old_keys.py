@@ -2,11 +2,13 @@
 
 import time
 import uuid
+from dataclasses import replace
 
 import pytest
 from django.test import override_settings
 
-from idempotency import engine
+from idempotency import engine, inbox
+from idempotency.decorators import idempotent_function
 from idempotency.exceptions import KeyTooOld
 from idempotency.models import Operation
 from tests import callers
@@ -45,3 +47,19 @@ def test_a_young_key_a_key_within_its_tombstone_and_a_random_key_run():
 @override_settings(IDEMPOTENCY={"REFUSE_OLD_KEYS": False})
 def test_a_project_whose_clients_queue_for_days_can_turn_it_off():
     assert not engine.run(intent(uuid7(3 * DAY)), callers.succeed).replayed
+
+
+def test_a_key_made_of_the_domain_has_no_age():
+    """An order of last week may be paid today, and a dead letter may be received for the first time."""
+    key = uuid7(30 * DAY)
+    assert not engine.run(replace(intent(key), from_client=False), callers.succeed).replayed
+    with inbox.receive(consumer="billing", message_id=key) as message:
+        assert message.is_new
+    assert idempotent_function(key=str)(lambda order_id: order_id)(key) == key
+
+
+def test_over_http_the_header_has_an_age_and_a_key_that_the_policy_makes_has_none():
+    key = uuid7(30 * DAY)
+    assert callers.problem(callers.post(callers.effect_view(), key)) == "key-too-old"
+    of_the_order = callers.effect_view(key=lambda request: key)
+    assert callers.post(of_the_order, "any").status_code == 201

@@ -54,6 +54,7 @@ def intent_of(
         key=key,
         fingerprint=get_fingerprint(request, policy),
         policy=policy,
+        from_client=not callable(policy.key),
     )
 
 
