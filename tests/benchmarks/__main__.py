@@ -2,7 +2,6 @@
 
 import argparse
 import importlib
-import os
 
 #: Modules of this package with a `main(rounds, seconds)`.
 SUBJECTS = ("web", "outbox")
@@ -13,9 +12,7 @@ def main() -> None:
     parser.add_argument("subjects", nargs="*", default=["web"], help=", ".join(SUBJECTS))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=2, help="of each measurement in a round")
-    parser.add_argument("--prepared", action="store_true", help="with prepared statements")
     options = parser.parse_args()
-    os.environ["PREPARED"] = str(int(options.prepared))
     for subject in options.subjects:
         if subject not in SUBJECTS:
             parser.error(f"unknown subject {subject!r}; there are {', '.join(SUBJECTS)}")

@@ -36,15 +36,24 @@ def database() -> Iterator[None]:
 
 
 @contextmanager
-def web_server() -> Iterator[str]:
-    """The project under gunicorn with two sync workers; yields its base URL."""
+def web_server(*, prepared: bool = False) -> Iterator[str]:
+    """The project under gunicorn with two sync workers; yields its base URL.
+
+    `prepared`: the database connections use prepared statements, which Django leaves to the project.
+    """
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-m", "gunicorn", "django.core.wsgi:get_wsgi_application()"]
     command += ["--bind", f"127.0.0.1:{port}", "--workers", str(WORKERS), "--no-control-socket"]
+    environment = {**os.environ, "PREPARED": str(int(prepared))}
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
-            command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, preexec_fn=die_with_parent
+            command,
+            stdout=log,
+            stderr=log,
+            stdin=subprocess.DEVNULL,
+            env=environment,
+            preexec_fn=die_with_parent,
         )
         try:
             if not _answers(url, process):

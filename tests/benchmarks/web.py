@@ -17,22 +17,29 @@ class Case:
     label: str
     path: str
     base: str
+    floor: str = ""
     #: Label of the case whose operations are asked for again, each key about once; "" for new keys.
     again: str = ""
-    #: How many of those keys are asked for, over and over; 0: all.
-    keys: int = 0
+    prepared: bool = False
 
 
-UNPROTECTED, FLOOR, FIRST = "unprotected", "floor (by hand, raw SQL)", "first request"
+def plain_cases(suffix: str, *, prepared: bool) -> tuple[Case, ...]:
+    """A plain view: unprotected, by hand, protected."""
+    base, floor, first = f"unprotected{suffix}", f"floor, by hand{suffix}", f"first request{suffix}"
+    return (
+        Case(base, "unprotected", base, floor, prepared=prepared),
+        Case(f"unprotected, atomic{suffix}", "atomic", base, floor, prepared=prepared),
+        Case(floor, "floor", base, floor, prepared=prepared),
+        Case(first, "protected", base, floor, prepared=prepared),
+        Case(f"replay{suffix}", "protected", base, floor, again=first, prepared=prepared),
+    )
+
+
 DRF, DRF_FIRST = "DRF, unprotected", "DRF, first request"
 
 CASES = (
-    Case(UNPROTECTED, "unprotected", UNPROTECTED),
-    Case("unprotected, atomic", "atomic", UNPROTECTED),
-    Case(FLOOR, "floor", UNPROTECTED),
-    Case(FIRST, "protected", UNPROTECTED),
-    Case("replay", "protected", UNPROTECTED, again=FIRST),
-    Case("replay, one key in a storm", "protected", UNPROTECTED, again=FIRST, keys=1),
+    *plain_cases("", prepared=False),
+    *plain_cases(", prepared", prepared=True),
     Case(DRF, "drf", DRF),
     Case(DRF_FIRST, "drf-protected", DRF),
     Case("DRF, replay", "drf-protected", DRF, again=DRF_FIRST),
@@ -44,10 +51,15 @@ def main(rounds: int, seconds: float) -> None:
     loads: dict[str, list[load.Load]] = defaultdict(list)
     if not load.has_wrk():
         sys.stderr.write(load.NO_WRK)
-    with project.database(), project.web_server() as url:
+    with (
+        project.database(),
+        project.web_server() as plain,
+        project.web_server(prepared=True) as prepared,
+    ):
         for number in range(rounds + 1):
             seen: dict[str, tuple[str, load.Load]] = {}
             for case in CASES:
+                url = f"{prepared if case.prepared else plain}/{case.path}"
                 result = _measure(url, case, seen, seconds if number else 1)
                 if number:  # the first round only warms everything up
                     loads[case.label].append(result)
@@ -63,9 +75,9 @@ def _measure(
     prefix, distinct = token_hex(8) + "-", 0
     if case.again:
         prefix, first = seen[case.again]
-        distinct = case.keys or first.requests
+        distinct = first.requests
     before = Effect.objects.count()
-    result = load.drive(f"{url}/{case.path}", prefix=prefix, distinct=distinct, seconds=seconds)
+    result = load.drive(url, prefix=prefix, distinct=distinct, seconds=seconds)
     made = Effect.objects.count() - before
     expected = 0 if case.again else result.requests
     # wrk does not count what was on its way when its time was over.
@@ -79,7 +91,7 @@ def print_table(loads: dict[str, list[load.Load]]) -> None:
     rates = {label: [one.rate for one in many] for label, many in loads.items()}
     rows = []
     for case in CASES:
-        to_floor = "" if case.base == DRF else ratio(rates[case.label], rates[FLOOR])
+        to_floor = ratio(rates[case.label], rates[case.floor]) if case.floor else ""
         rows.append(
             [
                 case.label,
