@@ -356,6 +356,44 @@ def elsewhere(request):
     return HttpResponse("created", status=201)
 
 
+@route
+@idempotent()
+def broken_at_commit(request):
+    """Breaks a foreign key that PostgreSQL and SQLite check when the transaction commits."""
+    leave_effect(request)
+    if first_try(request):
+        Permission.objects.create(codename="x", name="x", content_type_id=10**6)
+    return HttpResponse("created", status=201)
+
+
+@route
+@idempotent()
+def leaves(request):
+    leave_effect(request)
+    if first_try(request):
+        raise SystemExit(3)
+    return HttpResponse("created", status=201)
+
+
+def test_a_failed_commit_is_a_500_and_never_replayed_as_a_success():
+    """A07, H03, peers (a replayed 201 for an order that does not exist): one commit decides all."""
+    first, second, count = twice("/broken_at_commit/")
+    assert (first.status_code, second.status_code, is_replay(second)) == (500, 201, False)
+    assert count == 1
+
+
+def test_a_process_that_is_told_to_exit_leaves_nothing():
+    """B05, R53: SystemExit is no Exception; it rolls back all the same, and the retry runs at once."""
+    client, key = login(), new_key()
+
+    with pytest.raises(SystemExit):
+        send(client, "/leaves/", key)
+
+    assert not connections["default"].in_atomic_block
+    assert operation(key).last_error.startswith("builtins.SystemExit")
+    assert (send(client, "/leaves/", key).status_code, effects(key)) == (201, 1)
+
+
 @pytest.mark.usefixtures("atomic_requests")
 def test_keyless_requests_keep_the_projects_transaction():
     """H03: with ATOMIC_REQUESTS an unprotected request of a protected view rolls back as before."""
@@ -539,6 +577,34 @@ def test_the_policy_decides_who_may_see_a_replay():
     assert b"secret" not in refused.content
     assert [kind for kind, _ in events(key)] == ["replayed"]
     assert effects(key) == 1
+
+
+async def never_awaited(request, operation):
+    return False
+
+
+for name, answer in {
+    "forgot_return": lambda request, operation: None,
+    "a_number": lambda request, operation: 1,
+    "coroutine": never_awaited,
+}.items():
+    route(
+        idempotent(authorize_replay=answer)(
+            lambda request: HttpResponse(f"secret {leave_effect(request)}", status=201)
+        ),
+        name,
+    )
+
+
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")
+@pytest.mark.parametrize("url", ["/forgot_return/", "/a_number/", "/coroutine/"])
+def test_an_authorization_that_is_no_plain_yes_or_no_shows_nothing(url, caplog):
+    """R41: a coroutine is "true" in Python; it must not open the stored body."""
+    first, second, count = twice(url)
+
+    assert (first.status_code, second.status_code, count) == (201, 500, 1)
+    assert b"secret" not in second.content
+    assert "authorize_replay must return True or False" in caplog.text
 
 
 # Middleware

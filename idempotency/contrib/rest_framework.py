@@ -244,7 +244,7 @@ def _intent_of(view: Any, request: Any, policy: Resolved, name: str) -> engine.I
 def _authorize(view: Any, request: Any, found: engine.Replay) -> None:
     if not isinstance(view, IdempotencyMixin):
         may_see_object(view)
-    elif not view.authorize_replay(request, found.operation):
+    elif not doors.said_yes(view.authorize_replay(request, found.operation)):
         view.permission_denied(request)  # type: ignore[attr-defined]
 
 

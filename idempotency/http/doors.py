@@ -14,7 +14,7 @@ from django.http.response import HttpResponseBase
 from .. import engine
 from ..aio import in_thread
 from ..conf import conf
-from ..exceptions import InProgress, LeaseLost, MissingKey, NotFinal, Refusal
+from ..exceptions import ConfigurationError, InProgress, LeaseLost, MissingKey, NotFinal, Refusal
 from ..executions import raise_translated
 from ..fingerprints import Fingerprint
 from ..policies import Resolved
@@ -134,10 +134,19 @@ def show(found: engine.Replay, request: Any, policy: Resolved) -> HttpResponseBa
     """The replay, if the policy still allows this caller to see it. Raises PermissionDenied."""
     request.operation = found.operation
     authorize = policy.authorize_replay
-    if authorize is not None and not authorize(request, found.operation):
+    if authorize is not None and not said_yes(authorize(request, found.operation)):
         raise PermissionDenied
     engine.replayed(found)
     return replay(found.outcome)
+
+
+def said_yes(answer: Any) -> bool:
+    """What an `authorize_replay` answered. A coroutine that nobody awaits would count as a yes."""
+    if not isinstance(answer, bool):
+        raise ConfigurationError(
+            f"authorize_replay must return True or False, not {type(answer).__name__}."
+        )
+    return answer
 
 
 def finish(begun: engine.AnyExecution, response: Any) -> HttpResponseBase:
