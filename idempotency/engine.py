@@ -165,7 +165,8 @@ def _refused(refusal: InProgress) -> NoReturn:
 
 def _try(intent: Intent) -> AnyExecution | Replay:
     policy = intent.policy
-    pk = keys.operation_id(intent.scope, intent.key)
+    fresh = first_row(intent)
+    pk = fresh.pk
     if any(operation.pk == pk for operation in _running.get()):
         raise ReentrantOperation(
             f"{intent.name}: this operation is being executed by this very call. "
@@ -203,6 +204,8 @@ def _try(intent: Intent) -> AnyExecution | Replay:
             cause = error
             if connection.in_atomic_block or connection.vendor == "sqlite" or round_ >= 2:
                 break
+    if cause is None:  # somebody is just claiming it, perhaps in a longer transaction of their own
+        _in_progress(fresh)
     raise Unavailable(operation_id=pk, retry_after=conf.RETRY_AFTER) from cause
 
 
@@ -233,7 +236,8 @@ def _claim(fresh: Operation, intent: Intent) -> Operation | Replay | None:
         if found is None or (found.is_final and found.forgotten):
             raise KeyTooOld(operation_id=fresh.pk)
     else:
-        is_new, found = db.claim(policy.using, fresh.__dict__, lease or keep, lease)
+        due = lease if policy.stepwise and lease else keep
+        is_new, found = db.claim(policy.using, fresh.__dict__, due, lease)
     if is_new:
         return fresh
     if found is None:
@@ -255,6 +259,18 @@ def _claim(fresh: Operation, intent: Intent) -> Operation | Replay | None:
     return found
 
 
+def _times(policy: Resolved) -> tuple[float, float | None]:
+    """How long the row is kept, and its lease, in seconds.
+
+    A lease of 0 on a plain operation is a mark for the purge: if its executor vanishes, effects
+    outside the database may exist, so it becomes `reconciling` instead of being forgotten.
+    """
+    keep = (policy.retention + policy.tombstone).total_seconds()
+    if policy.stepwise:
+        return keep, policy.lease.total_seconds()
+    return keep, 0.0 if policy.on_interrupted == "reconcile" else None
+
+
 def _is_late(key: str, keep: float) -> bool:
     """Whether the key says itself that its outcome may have been stored and forgotten by now.
 
@@ -272,8 +288,7 @@ def renew(fresh: Operation, intent: Intent) -> bool:
         if locked is None or not locked.forgotten:
             return False
         fresh.attempt = locked.attempt + 1  # attempts of the old life stay below every new one
-        keep = (policy.retention + policy.tombstone).total_seconds()
-        lease = policy.lease.total_seconds() if policy.stepwise else None
+        keep, lease = _times(policy)
         values = (
             fresh.name,
             fresh.status,
@@ -283,7 +298,7 @@ def renew(fresh: Operation, intent: Intent) -> bool:
             fresh.stepwise,
             fresh.arguments,
             lease,
-            lease or keep,
+            lease if policy.stepwise else keep,
         )
         db.execute(policy.using, "renew", values, fresh.pk)
         db.execute(policy.using, "forget_steps", (), fresh.pk)
@@ -320,6 +335,8 @@ def _execute(operation: Operation, intent: Intent, *, is_ours: bool) -> AnyExecu
             return None  # somebody finished or took over meanwhile: the next claim reads what
         pause = next(pauses, None)
         if pause is None or locked is not None or connections[using].in_atomic_block:
+            if locked is None and db.read(using, operation.pk) is None:
+                return None  # not locked but purged
             _in_progress(operation)
         time.sleep(pause)
 

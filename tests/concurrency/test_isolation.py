@@ -105,22 +105,18 @@ def test_a_claim_in_an_old_snapshot_is_answered_properly(level: str) -> None:
     def run() -> str:
         try:
             result = engine.run(callers.intent(key), callers.succeed)
-        except Unavailable:
-            return "unavailable"
+        except (Unavailable, engine.InProgress):
+            return "later"
         return "replay" if result.replayed else "new"
 
     with transaction.atomic():
         list(Operation.objects.all()[:1])  # the snapshot is taken here
-        # MariaDB's SERIALIZABLE has locked what it has read, and the other one is unavailable.
+        # MariaDB's SERIALIZABLE has locked what it has read, and the other one must come later.
         winner = elsewhere(run)
         answer = run()
-        if answer == "unavailable":  # the caller has to begin again, as after every such failure
+        if answer == "later":  # the caller has to begin again, as after every such failure
             transaction.set_rollback(True)
-    assert (winner, answer) in {
-        ("new", "replay"),
-        ("new", "unavailable"),
-        ("unavailable", "new"),
-    }
+    assert (winner, answer) in {("new", "replay"), ("new", "later"), ("later", "new")}
     assert run() == "replay"
     assert effects(key) == 1
 
@@ -183,6 +179,28 @@ def test_a_joined_duplicate_does_not_wait_however_patient_its_policy() -> None:
     with executing(key) as child, transaction.atomic(), pytest.raises(engine.InProgress):
         engine.run(callers.intent(key, wait=3600), callers.succeed)
     assert child.result() == "done"
+
+
+@needs_row_locks
+def test_a_duplicate_of_an_operation_in_an_open_transaction_is_told_or_waits(vendor: str) -> None:
+    """Its row is not committed. MariaDB says so at once; PostgreSQL waits for how it ends."""
+    key = callers.new_key()
+    inside, go_on = Signal(), Signal()
+
+    def joined() -> str:
+        with transaction.atomic():
+            engine.run(callers.intent(key), callers.succeed)
+            inside.set()
+            go_on.wait()
+        return "done"
+
+    with running(joined, inside, go_on) as child:
+        if vendor == "mysql":
+            with pytest.raises(engine.InProgress):
+                engine.run(callers.intent(key), callers.succeed)
+    assert engine.run(callers.intent(key), callers.succeed).replayed
+    assert child.result() == "done"
+    assert effects(key) == 1
 
 
 # Operations inside operations
