@@ -11,6 +11,8 @@ from celery import Celery, current_app
 from celery.app.trace import build_tracer
 from kombu.serialization import dumps, loads
 
+from tests.app.models import Effect
+
 
 @dataclass(frozen=True)
 class Ended:
@@ -94,6 +96,11 @@ class Queue:
                 ended.append(self.deliver(delivery))
                 assert len(ended) < limit, f"goes on for ever: {ended[-3:]}"
         return ended
+
+
+def effect(label: str, amount: int = 0) -> int:
+    """One visible effect; returns its primary key."""
+    return Effect.objects.create(label=label, amount=amount).pk
 
 
 @contextmanager
