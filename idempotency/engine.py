@@ -172,7 +172,6 @@ def _try(intent: Intent) -> AnyExecution | Replay:
             f"{intent.name}: this operation is being executed by this very call. "
             "Give the inner operation a key of its own, for example current().derive_key('inner')."
         )
-    fresh = first_row(intent)
     is_open = connections[policy.using].in_atomic_block
     if policy.stepwise and is_open and not in_test_transaction(policy.using):
         raise ConfigurationError(
