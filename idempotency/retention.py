@@ -25,6 +25,7 @@ from .conf import conf
 from .models import (
     FINAL,
     Event,
+    EventKind,
     MessageStatus,
     Operation,
     OutboxMessage,
@@ -211,16 +212,20 @@ def _batch(using: str, status: str, size: int, after: _Cursor) -> tuple[Purged, 
         .filter(pk__in=[pk for _, pk in found])
         .order_by()
         .select_for_update(skip_locked=features.has_select_for_update_skip_locked)
-        .values_list("pk", "status", "stepwise", is_due, is_over)
+        .values_list(
+            "pk", "status", "stepwise", "attempt", "last_error", "lease_expires_at", is_due, is_over
+        )
     )
     finished, gone, rows = [], [], 0
-    for pk, status_now, stepwise, due_now, over in locked:
+    for pk, status_now, stepwise, attempt, last_error, mark, due_now, over in locked:
         rows += 1
         if status_now != status or not due_now:
             continue
         if stepwise and status in _KEPT_IF_STEPWISE:
             continue
-        if status == Status.PROCESSING or over:
+        if status == Status.PROCESSING and mark is not None and not last_error:
+            _hand_to_reconciler(using, pk, attempt)
+        elif status == Status.PROCESSING or over:
             gone.append(pk)
         else:
             finished.append(pk)
@@ -235,6 +240,14 @@ def _batch(using: str, status: str, size: int, after: _Cursor) -> tuple[Purged, 
     # Rows that stay where they are must not be found again and again.
     stayed = len(finished) + len(gone) < len(found)
     return done, len(found), found[-1] if stayed else after
+
+
+def _hand_to_reconciler(using: str, pk: uuid.UUID, attempt: int) -> None:
+    """An executor vanished whose policy is `on_interrupted="reconcile"`, and no retry came."""
+    Operation.objects.using(using).filter(pk=pk).update(
+        status=Status.RECONCILING, last_error="interrupted", due_at=db.now(using)
+    )
+    db.add_event(using, pk, EventKind.RECONCILING, attempt, "interrupted")
 
 
 def _forget_turns(using: str, size: int) -> None:

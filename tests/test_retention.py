@@ -16,7 +16,7 @@ from django.core.management import CommandError, call_command
 from django.db import OperationalError, connection, connections, transaction
 from django.test.utils import CaptureQueriesContext
 
-from idempotency import db, keys, retention
+from idempotency import db, engine, keys, retention
 from idempotency.models import (
     FINAL,
     Event,
@@ -30,6 +30,7 @@ from idempotency.models import (
     StepStatus,
 )
 from idempotency.retention import Purged, purge
+from tests import callers
 
 PAST = datetime(2020, 1, 1, tzinfo=UTC)
 FUTURE = datetime(2100, 1, 1, tzinfo=UTC)
@@ -470,3 +471,23 @@ def test_the_command_explains_a_database_without_the_table(
     monkeypatch.setattr(Operation._meta, "db_table", "not_there")
     with pytest.raises(CommandError, match="migrate --database default"):
         run()
+
+
+def test_an_interrupted_operation_that_may_have_called_out_is_never_forgotten():
+    """A crash without a retry must not lose the only trace of an effect outside the database."""
+    crashed, failed = callers.new_key(), callers.new_key()
+    for key in (crashed, failed):
+        begun = engine.begin(callers.intent(key, on_interrupted="reconcile"))
+        assert isinstance(begun, engine.Execution)
+        if key == failed:
+            begun.fail(ValueError())  # it said so itself: nothing is unknown
+        else:
+            begun.abort(SystemExit())  # what a killed process leaves behind
+    rows = Operation.objects.filter(key__in=(crashed, failed))
+    rows.update(due_at=datetime.now(UTC) - timedelta(days=1))
+
+    retention.purge()
+
+    assert rows.get().key == crashed
+    assert rows.get().status == Status.RECONCILING
+    assert [event.detail for event in rows.get().events.all()] == ["interrupted"]

@@ -127,6 +127,7 @@ class Operation(models.Model):
     class Meta:
         verbose_name = _("operation")
         verbose_name_plural = _("operations")
+        permissions = (("view_operation_body", _("Can view stored responses")),)
         ordering = ("-created_at",)
         indexes = (
             # Serves equality and prefixes on PostgreSQL; others ignore the operator class.
