@@ -24,7 +24,7 @@ from idempotency.exceptions import (
 )
 from idempotency.models import EventKind, Operation
 from tests.app.models import Effect
-from tests.callers import effects
+from tests.callers import effect_view, effects, new_key, post
 from tests.processes import in_threads
 from tests.queues import Queue, effect
 
@@ -385,6 +385,16 @@ def test_the_operations_id_travels_with_what_it_sends(broker: Queue, lines: Stri
         f"{sender} {sender} last",
         "- - outside",
     ]
+
+
+def test_a_task_sent_by_a_view_names_the_views_operation(broker: Queue) -> None:
+    @broker.task
+    def follow() -> None: ...
+
+    key = new_key()
+    response = post(effect_view(after=lambda: follow.delay_on_commit()), key)
+    assert response.status_code == 201
+    assert broker.sent().headers[OPERATION_HEADER] == str(Operation.objects.get(key=key).pk)
 
 
 def test_the_headers_survive_a_retry(broker: Queue) -> None:
