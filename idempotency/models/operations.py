@@ -7,6 +7,7 @@ import json
 import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, ClassVar, NoReturn, TypeVar
 
 from django.db import models
@@ -161,9 +162,8 @@ class Operation(models.Model):
     @classmethod
     def to_claim(cls, using: str, **values: Any) -> Operation:
         """The row that a claim will insert. Model() would spend longer on its database defaults."""
-        fields = cls._meta.concrete_fields
-        row = [values.get(f.attname, f.db_default if f.has_db_default() else None) for f in fields]
-        return cls.from_db(using, [f.attname for f in fields], row)
+        row = _blank(cls) | values
+        return cls.from_db(using, row.keys(), row.values())
 
     @property
     def is_final(self) -> bool:
@@ -384,6 +384,14 @@ def describe_error(error: BaseException) -> str:
         place = f" in {module}.{code.co_name} line {trace.tb_lineno}"
     cls = type(error)
     return f"{cls.__module__}.{cls.__qualname__}{place}"[:255]
+
+
+@cache
+def _blank(model: type[Operation]) -> dict[str, Any]:
+    """The columns in their order, with what the database puts there by itself."""
+    return {
+        f.attname: f.db_default if f.has_db_default() else None for f in model._meta.concrete_fields
+    }
 
 
 def new_owner() -> str:
