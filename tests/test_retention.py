@@ -473,6 +473,7 @@ def test_the_command_explains_a_database_without_the_table(
         run()
 
 
+@pytest.mark.django_db(transaction=True)
 def test_an_interrupted_operation_that_may_have_called_out_is_never_forgotten():
     """A crash without a retry must not lose the only trace of an effect outside the database."""
     crashed, failed = callers.new_key(), callers.new_key()
