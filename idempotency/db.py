@@ -355,8 +355,9 @@ def claim(
     ]
     with connection.cursor() as cursor:
         if sql.vendor == "postgresql":
-            claim = sql.claim if connection.in_atomic_block else sql.claim_alone
-            cursor.execute(claim, [key, *params])
+            # A claim that is evidence of an interrupted attempt must survive a crash by itself.
+            is_evidence = lease is not None or connection.in_atomic_block
+            cursor.execute(sql.claim if is_evidence else sql.claim_alone, [key, *params])
             row = cursor.fetchone()
             if row[0]:
                 return True, None
