@@ -16,6 +16,7 @@ from django.db import OperationalError, connections, transaction
 from django.utils import timezone as django_timezone
 
 from idempotency import engine
+from idempotency.admin import story
 from idempotency.contrib.celery import KEY_HEADER, idempotent_task
 from idempotency.exceptions import (
     InProgress,
@@ -26,7 +27,7 @@ from idempotency.exceptions import (
 from idempotency.models import Operation, Status
 from tests.app.models import Effect
 from tests.callers import RETRY_SECONDS, effects
-from tests.processes import Child, Died, in_threads
+from tests.processes import Child, Died, eventually, in_threads
 from tests.queues import Queue, effect
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -415,6 +416,15 @@ def test_after_a_kill_the_next_call_runs_without_any_clean_up(broker: Queue) -> 
     dies.delay(False)
     assert after_death(broker, broker.sent()).state == "SUCCESS"
     assert effects("dies") == 1
+
+
+@pytest.mark.vendor("postgresql", "mysql")
+def test_a_task_that_nobody_delivers_again_is_shown_as_interrupted(broker: Queue) -> None:
+    """BUGS N10: without `acks_late` it is lost, and the admin says so. SQLite cannot tell."""
+    dies = dies_when_told(broker)
+    dies.delay(True)
+    killed(broker, broker.sent())
+    eventually(lambda: story.state(only()) == "interrupted", "the server sees the process is gone")
 
 
 def test_a_task_that_kills_its_worker_again_and_again_ends_dead(broker: Queue) -> None:
