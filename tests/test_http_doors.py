@@ -596,7 +596,6 @@ for name, answer in {
     )
 
 
-@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")
 @pytest.mark.parametrize("url", ["/forgot_return/", "/a_number/", "/coroutine/"])
 def test_an_authorization_that_is_no_plain_yes_or_no_shows_nothing(url, caplog):
     """R41: a coroutine is "true" in Python; it must not open the stored body."""

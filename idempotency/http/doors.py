@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from inspect import iscoroutine
 from typing import Any, NoReturn
 
 from asgiref.sync import sync_to_async
@@ -143,6 +144,8 @@ def show(found: engine.Replay, request: Any, policy: Resolved) -> HttpResponseBa
 def said_yes(answer: Any) -> bool:
     """What an `authorize_replay` answered. A coroutine that nobody awaits would count as a yes."""
     if not isinstance(answer, bool):
+        if iscoroutine(answer):
+            answer.close()  # or Python warns of it, some time later and somewhere else
         raise ConfigurationError(
             f"authorize_replay must return True or False, not {type(answer).__name__}."
         )
