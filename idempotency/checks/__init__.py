@@ -15,6 +15,7 @@ from .databases import check_database_settings, check_deployed_database, check_s
 from .relations import check_relations
 from .settings import check_settings
 from .urls import check_urls
+from .webhooks import check_webhooks
 
 #: Runs all checks of the package: `manage.py check --tag idempotency`.
 TAG = "idempotency"
@@ -26,6 +27,7 @@ def register() -> None:
     _register(check_database_settings, TAG)
     _register(check_relations, TAG, Tags.models)
     _register(check_urls, TAG, Tags.urls)
+    _register(check_webhooks, TAG, Tags.urls)
     _register(check_cors, TAG, Tags.security)
     _register(check_celery, TAG)
     _register(check_purge_schedule, TAG, deploy=True)

@@ -156,7 +156,7 @@ def unprotected(urlconf: Any = None) -> Iterator[tuple[Endpoint, list[str]]]:
 
 
 def check_urls(**kwargs: object) -> list[CheckMessage]:
-    if not getattr(settings, "ROOT_URLCONF", None) or _broken_settings():
+    if not is_checkable():
         return []
     found = list(endpoints())
     # A ViewSet has several URLs with some of its methods each.
@@ -172,9 +172,10 @@ def check_urls(**kwargs: object) -> list[CheckMessage]:
     return list(messages.values())
 
 
-def _broken_settings() -> bool:
-    """Policies cannot be resolved; the check of the settings says why."""
-    return any(message.is_serious() for message in check_settings())
+def is_checkable() -> bool:
+    """Whether there are URLs, and settings that policies can be resolved with (their check says why)."""
+    has_urls = bool(getattr(settings, "ROOT_URLCONF", None))
+    return has_urls and not any(message.is_serious() for message in check_settings())
 
 
 def _judge(

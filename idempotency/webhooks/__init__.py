@@ -1,5 +1,6 @@
 """Webhooks in: verified over the exact bytes, then each handler once per delivery."""
 
+from .deliveries import Delivery, NotYet
 from .verifiers import (
     BadSignature,
     HmacVerifier,
@@ -8,7 +9,7 @@ from .verifiers import (
     github,
     shopify,
 )
-from .views import Delivery, NotYet, WebhookView
+from .views import WebhookView
 
 __all__ = [
     "BadSignature",

@@ -2,255 +2,361 @@
 
 from __future__ import annotations
 
-import base64
-import json
+import inspect
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
 from fnmatch import fnmatchcase
-from functools import cached_property
 from typing import Any, ClassVar
 
+from django.core.exceptions import RequestDataTooBig
 from django.db import transaction
 from django.http import HttpRequest, HttpResponse
+from django.http.request import RawPostDataException, UnreadablePostError
 from django.http.response import HttpResponseBase
-from django.utils.datastructures import CaseInsensitiveMapping
 from django.utils.decorators import classonlymethod
-from django.utils.module_loading import import_string
 from django.views import View
 from django.views.decorators.csrf import csrf_exempt
 
-from .. import inbox, outbox
+from .. import db, fingerprints, inbox, keys
 from ..conf import conf
-from ..exceptions import ConfigurationError, InProgress, InvalidKey, Mismatch, Unavailable
+from ..exceptions import ConfigurationError, IdempotencyError, InvalidKey, Mismatch, Refusal
 from ..policies import Policy
+from . import stored
+from .deliveries import Delivery, NotBegun, NotYet, look_up, read_body
 from .verifiers import BadSignature
 
 logger = logging.getLogger("idempotency")
 
-#: Prefix of the outbox topics of deliveries that are acknowledged first and handled later.
-TOPIC = "idempotency.webhook."
-
 
 @dataclass(frozen=True)
-class Delivery:
-    """One verified delivery: the exact bytes, the headers, and what they say."""
+class Handler:
+    """A function and the event types it takes."""
 
-    source: str
-    id: str
-    body: bytes
-    headers: Mapping[str, str]
-    #: Executions of this handler for this delivery so far, this one included.
-    attempt: int = field(default=1, compare=False)
+    name: str
+    patterns: tuple[str, ...]
+    function: Callable[[Delivery], Any]
 
-    @cached_property
-    def payload(self) -> Any:
-        """The body as JSON. Raises ValueError if it is none."""
-        return json.loads(self.body)
+    def takes(self, event_type: str) -> bool:
+        return any(fnmatchcase(event_type, pattern) for pattern in self.patterns)
 
 
-class NotYet(Exception):
-    """Raised by a handler for an event that comes too early: not a failure, deliver again."""
+class NotHandled(IdempotencyError):
+    """The handler returned False; what it did is rolled back, and the sender delivers again."""
 
 
 class WebhookView(View):
     """Answers a sender that repeats itself: each delivery's handlers take effect once.
 
-    Set `source`, `verify` (a verifier from this package, or any callable(body, headers) that raises
-    BadSignature) and `delivery_id`; register handlers with `@MyView.handles("order.*")`, or override
-    `handle`. A duplicate gets the success answer at once; a delivery whose handlers are running gets
-    409 with Retry-After; a failed handler makes it 500, and the redelivery runs only the handlers that
-    have not succeeded. Unverified requests are answered 401 and leave nothing behind.
+    Set `source` and `verify` (a verifier of this package, or any callable(body, headers) that raises
+    BadSignature), and register handlers with `@MyView.handles("order.*")`. A duplicate gets the
+    success answer at once; a delivery whose handlers are running gets 409 with Retry-After; a failed
+    handler makes it 500, and the redelivery runs only the handlers that have not succeeded. Requests
+    that cannot be verified are answered 401 and leave nothing behind.
     """
 
     #: Who sends; with `endpoint` it scopes the delivery ids.
     source: str = ""
     endpoint: str = ""
     verify: Callable[[bytes, Mapping[str, str]], None] | None = None
-    #: "header:NAME", "json:FIELD.FIELD", "body" (digest of the bytes), or a callable(body, headers).
-    delivery_id: str | Callable[[bytes, Mapping[str, str]], str] = "header:webhook-id"
-    #: "json:FIELD" or "header:NAME": what `handles` patterns are matched with.
-    event_type: str = "json:type"
+    #: "header:NAME", "json:FIELD.FIELD", "form:FIELD", "body" (digest of the bytes), or a
+    #: callable(delivery). None: what the verifier knows of its sender.
+    delivery_id: str | Callable[[Delivery], str] | None = None
+    #: "header:NAME", "json:FIELD" or "form:FIELD": what the patterns of `handles` are matched with.
+    #: None: what the verifier knows, else "json:type".
+    event_type: str | None = None
     #: True: store the delivery durably, acknowledge, let the outbox relay run the handlers.
     acknowledge_first: bool = False
-    policy: Policy = Policy(retention=inbox.RETENTION)
-    #: The sender's longest retry schedule in seconds; checked against the retention.
-    retry_horizon: float = 75 * 3600 + 35 * 60 + 5
+    #: Headers that handlers need of a delivery that was acknowledged first. All others are forgotten.
+    keep_headers: Collection[str] = ("Content-Type",)
+    #: Retention (default: 7 days), `using`, and `exclude_fields`: parts of a JSON body that the sender
+    #: changes between attempts.
+    policy: Policy = Policy()
+    #: The sender's longest retry schedule in seconds, which the retention is checked against.
+    retry_horizon: float | None = 75 * 3600 + 35 * 60 + 5
     max_bytes: int = 1024 * 1024
     success_status: int = 200
     success_body: str = ""
     success_content_type: str = "text/plain"
 
     http_method_names: Sequence[str] = ("post", "options")
-    handlers: ClassVar[list[tuple[str, str, Callable[[Delivery], Any]]]]
+    _handlers: ClassVar[list[Handler]] = []
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        cls.handlers = list(getattr(cls, "handlers", ()))
+        cls._handlers = []
+        for name, arguments in (("verify", 2), ("delivery_id", 1)):
+            function = vars(cls).get(name)
+            # A plain function, as any other callable, is called without the view.
+            if inspect.isfunction(function) and _parameters(function) == arguments:
+                setattr(cls, name, staticmethod(function))
 
     @classmethod
-    def handles(cls, pattern: str = "*", *, name: str = "") -> Callable[[Any], Any]:
-        """Register a handler for event types that match the pattern ("payment.*").
+    def handlers(cls) -> list[Handler]:
+        """The handlers of this view and of those it inherits from."""
+        return [
+            handler
+            for base in reversed(cls.__mro__)
+            if issubclass(base, WebhookView)
+            for handler in base._handlers
+        ]
 
-        Each handler is an operation of its own, named by `name` (default: its dotted name).
+    @classmethod
+    def handles(cls, *patterns: str, name: str = "") -> Callable[[Any], Any]:
+        """Register a handler for event types that match one of the patterns ("payment.*"; none: all).
+
+        It is called with the Delivery, and fails by raising or by returning False. Each handler is an
+        operation of its own, identified for ever by `name` (default: its dotted name): name it before
+        you move or rename the function. Raises ConfigurationError when the name is taken.
         """
 
         def register(function: Callable[[Delivery], Any]) -> Callable[[Delivery], Any]:
             unique = name or f"{function.__module__}.{function.__qualname__}"
-            if any(known == unique for known, _, _ in cls.handlers):
+            if any(known.name == unique for known in cls.handlers()):
                 raise ConfigurationError(f"{cls.__name__} has a handler {unique} already")
-            cls.handlers.append((unique, pattern, function))
+            cls._handlers.append(Handler(unique, patterns or ("*",), function))
             return function
 
         return register
 
     @classonlymethod
     def as_view(cls, **initkwargs: Any) -> Any:  # noqa: N805 (Django's own class-only method)
-        view = super().as_view(**initkwargs)
+        if "policy" in initkwargs:
+            raise ConfigurationError(
+                f"set {cls.__name__}.policy on the class: the relay, which has no URLs, reads it too"
+            )
+        policy = cls.get_policy()
+        view: Any = super().as_view(**initkwargs)
         # Each handler commits on its own, and a failure must not undo the others.
-        view = transaction.non_atomic_requests(using=cls.policy.using or conf.USING)(view)
-        return csrf_exempt(view)
+        view = csrf_exempt(transaction.non_atomic_requests(using=policy.using)(view))
+        view.idempotency_policy = policy
+        return view
 
-    def post(self, request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponseBase:
-        if not self.source or self.verify is None:
-            raise ConfigurationError(f"{type(self).__name__} needs a source and a verifier")
-        body = request.read(self.max_bytes + 1)
-        if len(body) > self.max_bytes:
-            return HttpResponse(status=413)
-        try:
-            type(self).verify(body, request.headers)  # type: ignore[misc]
-            delivery = Delivery(
-                self.source, self.get_delivery_id(body, request.headers), body, request.headers
-            )
-        except BadSignature as error:
-            logger.warning("webhook from %s refused: %s", self.source, error)
-            return HttpResponse(status=401)
-        except (InvalidKey, ValueError):
-            return HttpResponse(
-                "The delivery has no usable id.", status=400, content_type="text/plain"
-            )
-        try:
-            if self.acknowledge_first:
-                self.store(delivery)
-            else:
-                self.run_handlers(delivery)
-        except Mismatch:
-            return HttpResponse(
-                "Another body had this delivery id.", status=422, content_type="text/plain"
-            )
-        except (InProgress, Unavailable, NotYet) as refusal:
-            response = HttpResponse(status=503 if isinstance(refusal, Unavailable) else 409)
-            response["Retry-After"] = str(conf.RETRY_AFTER)
-            return response
+    @classmethod
+    def get_policy(cls) -> Policy:
+        """The policy with the defaults of webhooks, which are not those of other requests."""
+        policy = cls.policy
+        if policy.stepwise:
+            raise ConfigurationError("a webhook handler is one transaction; it cannot be stepwise")
+        return replace(
+            policy,
+            methods={"POST"},
+            stepwise=False,
+            retention=policy.retention or inbox.RETENTION,
+            wait=policy.wait or timedelta(0),
+            using=policy.using or conf.USING,
+        )
+
+    # Hooks. The relay calls them with a stored delivery, on a view without a request.
+
+    def get_endpoint(self) -> str:
+        """`endpoint`; override it when one view serves several accounts (`self.kwargs["account"]`)."""
+        return self.endpoint
+
+    def get_delivery_id(self, delivery: Delivery) -> str:
+        """The sender's id of the delivery, whose own `id` is still empty.
+
+        Raises InvalidKey or ValueError when there is none.
+        """
+        where = self.known("delivery_id")
+        if where is None:
+            raise ConfigurationError(f"{type(self).__name__} needs a delivery_id")
+        if where == "body":
+            return inbox.digest(delivery.body)
+        found = where(delivery) if callable(where) else look_up(where, delivery)
+        return "" if found is None else str(found)
+
+    def get_event_type(self, delivery: Delivery) -> str:
+        """What the patterns of `handles` are matched with. Raises ValueError for an unreadable body."""
+        return look_up(self.known("event_type") or "json:type", delivery) or ""
+
+    def get_fingerprint(self, delivery: Delivery) -> bytes | None:
+        """What has to be the same when the id comes again, else it is refused. None: anything goes."""
+        varying = frozenset(self.known("varying_fields") or ()) | frozenset(
+            self.policy.exclude_fields or ()
+        )
+        canonical = fingerprints.canonical_json(delivery.body, varying) if varying else None
+        return delivery.body if canonical is None else canonical
+
+    def serialize_on(self, delivery: Delivery) -> str:
+        """What the event is about, if its handlers must not run beside those of the same object.
+
+        Such as f"order:{delivery.payload['order']}". The default "" lets all run side by side.
+        """
+        return ""
+
+    def split(self, delivery: Delivery) -> Iterable[Delivery]:
+        """The events of a batch, each with an id of its own (see Delivery.part). Default: one event."""
+        return [delivery]
+
+    def get_success_response(self, delivery: Delivery) -> HttpResponseBase:
+        """What the sender wants to see, the first time and for every duplicate."""
         return HttpResponse(
             self.success_body, status=self.success_status, content_type=self.success_content_type
         )
 
-    def get_delivery_id(self, body: bytes, headers: Mapping[str, str]) -> str:
-        """The sender's id of the delivery, the same each time it is sent.
+    def known(self, name: str) -> Any:
+        """The view's own setting, else what its verifier knows of the sender."""
+        own = getattr(self, name, None)
+        return getattr(self.verify, name, None) if own is None else own
 
-        Raises InvalidKey or ValueError when there is none.
-        """
-        if callable(self.delivery_id):
-            found: object = self.delivery_id(body, headers)
-        elif self.delivery_id == "body":
-            found = inbox.digest(body)
-        else:
-            found = _look_up(self.delivery_id, body, headers)
-        if found is None or isinstance(found, bool | list | dict) or not str(found).strip():
-            raise InvalidKey("the delivery has no id")
-        return str(found)
+    # The request.
 
-    def get_event_type(self, delivery: Delivery) -> str:
-        """What the patterns of `handles` are matched with; "" when the delivery does not say."""
+    def post(self, request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponseBase:
         try:
-            found = _look_up(self.event_type, delivery.body, delivery.headers)
+            delivery, events = self.read(request)
+        except BadSignature as error:
+            logger.warning("webhook from %s refused: %s", self.source, error)
+            return _answer(401, "The signature is not valid.")
+        except RequestDataTooBig:
+            logger.warning("webhook from %s refused: more than max_bytes", self.source)
+            return _answer(413, "The delivery is too large.")
+        except RawPostDataException:
+            logger.error(
+                "webhook from %s refused: a middleware has read request.POST or the stream before the "
+                "view, so that the signed bytes are gone; make it leave this URL alone",
+                self.source,
+            )
+            return _answer(400, "The body could not be read.")
+        except (UnreadablePostError, ValueError, LookupError, TypeError, AttributeError) as error:
+            # Whatever a hook that reads strange headers or JSON raises is an answer, not a fault.
+            unexpected = None if isinstance(error, InvalidKey | UnreadablePostError) else error
+            logger.warning(
+                "webhook from %s refused: it is incomplete or has no usable id",
+                self.source,
+                exc_info=unexpected,
+            )
+            return _answer(400, "The delivery is incomplete or has no usable id.")
+        try:
+            if self.acknowledge_first:
+                stored.keep(self, events)
+            else:
+                self.run_handlers(events)
+        except NotBegun as refused:
+            return self._refuse(refused.refusal)
+        except NotYet:
+            return _answer(409, "Not yet: deliver again.", again=True)
+        except Refusal as refusal:
+            if not _is_later(refusal):
+                raise
+            return _answer(refusal.status, str(refusal.title), again=True)
+        return self.get_success_response(delivery)
+
+    def read(self, request: HttpRequest) -> tuple[Delivery, list[Delivery]]:
+        """The verified delivery, and its events with their ids and types."""
+        if not self.source or self.verify is None:
+            raise ConfigurationError(f"{type(self).__name__} needs a source and a verifier")
+        body = read_body(request, self.max_bytes)
+        self.verify(body, request.headers)
+        delivery = Delivery(
+            source=self.source,
+            endpoint=self.get_endpoint(),
+            id="",
+            body=body,
+            headers=request.headers,
+        )
+        delivery = replace(delivery, id=self.get_delivery_id(delivery))
+        return delivery, [self._identified(event) for event in self.split(delivery)]
+
+    def _identified(self, event: Delivery) -> Delivery:
+        event.id.encode()  # a lone surrogate from JSON is a ValueError
+        if not event.id.strip():
+            raise InvalidKey("the delivery has no id")
+        try:
+            return replace(event, event_type=self.get_event_type(event))
         except ValueError:
-            return ""
-        return "" if found is None else str(found)
+            if any(handler.patterns != ("*",) for handler in self.handlers()):
+                raise  # nobody can tell whose it is: better told to the sender than lost
+            return event
 
-    def handlers_of(self, delivery: Delivery) -> list[str]:
-        """Names of the handlers that take the delivery."""
-        event_type = self.get_event_type(delivery)
-        return [name for name, pattern, _ in self.handlers if fnmatchcase(event_type, pattern)]
+    def takers(self, delivery: Delivery) -> list[Handler]:
+        """The handlers that take the delivery."""
+        return [handler for handler in self.handlers() if handler.takes(delivery.event_type)]
 
-    def run_handlers(self, delivery: Delivery) -> None:
-        """Run every handler that has not succeeded for this delivery; one's failure stops no other.
+    def run_handlers(self, events: Iterable[Delivery]) -> None:
+        """Run every handler that has not succeeded for these events; one's failure stops no other.
 
-        Raises the first failure when all had their turn.
+        Raises the first failure when all had their turn; the others are logged.
         """
         failures: list[Exception] = []
-        for name in self.handlers_of(delivery):
-            try:
-                self.run_handler(name, delivery)
-            except Exception as error:
-                logger.warning("handler %s failed for a delivery from %s", name, self.source)
-                failures.append(error)
+        for event in events:
+            for handler in self.takers(event):
+                try:
+                    self.run_handler(handler, event)
+                except Exception as error:
+                    _log(handler, event, error)
+                    failures.append(error)
         if failures:
             # A failure of our own is what people must see; "come back later" only if it is all there is.
-            later = (InProgress, Unavailable, NotYet)
-            raise min(failures, key=lambda error: isinstance(error, later))
+            raise min(failures, key=_is_later)
 
-    def run_handler(self, name: str, delivery: Delivery) -> None:
+    def run_handler(self, handler: Handler, delivery: Delivery) -> None:
         """Run one handler in one transaction with the record that it ran."""
-        function = next(function for known, _, function in self.handlers if known == name)
-        with inbox.receive(
-            consumer=":".join(("webhook", self.source, self.endpoint, name)),
-            message_id=delivery.id,
-            payload=delivery.body,
-            policy=self.policy,
-        ) as received:
-            if received.is_new:
-                function(replace(delivery, attempt=received.operation.attempt))
+        is_running = False
+        try:
+            with inbox.receive(
+                consumer=keys.from_value(
+                    ("webhook", delivery.source, delivery.endpoint, handler.name)
+                ),
+                message_id=delivery.id,
+                payload=self.get_fingerprint(delivery),
+                policy=self.get_policy(),
+            ) as received:
+                if not received.is_new:
+                    return
+                is_running = True
+                operation = received.operation
+                if group := self.serialize_on(delivery):
+                    # Of all handlers: "created" and "updated" of one object have different ones.
+                    scope = ("webhook", delivery.source, delivery.endpoint)
+                    db.take_turn(operation.using, keys.operation_id(scope, group))
+                attempt = max(delivery.attempt, operation.attempt)
+                if handler.function(replace(delivery, attempt=attempt)) is False:
+                    raise NotHandled(f"{handler.name} returned False")
+        except Refusal as refusal:
+            if is_running:
+                raise
+            raise NotBegun(refusal) from refusal
 
-    def store(self, delivery: Delivery) -> None:
-        """Keep the delivery durably, one outbox message per handler; the relay runs them."""
-        kept = {"content-type", _header_of(self.event_type), _header_of(self.delivery_id)}
-        using = self.policy.using or conf.USING
-        with transaction.atomic(using):
-            for name in self.handlers_of(delivery):
-                outbox.enqueue(
-                    f"{TOPIC}{self.source}",
-                    {
-                        "view": f"{type(self).__module__}.{type(self).__qualname__}",
-                        "handler": name,
-                        "id": delivery.id,
-                        "body": base64.b64encode(delivery.body).decode(),
-                        # No other header: signatures and credentials are not kept.
-                        "headers": {k: v for k, v in delivery.headers.items() if k.lower() in kept},
-                    },
-                    key=inbox.digest(self.endpoint, name, delivery.id),
-                    using=using,
-                )
-
-
-def run_stored(message: outbox.Message) -> None:
-    """Run the handler that a stored delivery waits for."""
-    stored = message.payload
-    view = import_string(stored["view"])()
-    delivery = Delivery(
-        source=view.source,
-        id=stored["id"],
-        body=base64.b64decode(stored["body"]),
-        headers=CaseInsensitiveMapping(stored["headers"]),
-    )
-    try:
-        view.run_handler(stored["handler"], delivery)
-    except NotYet as error:
-        raise outbox.RetryAfter(conf.RETRY_AFTER, "not yet") from error
+    def _refuse(self, refusal: Refusal) -> HttpResponse:
+        if isinstance(refusal, Mismatch):
+            logger.error(
+                "webhook from %s refused: the id of a delivery came again with another body. If the "
+                "sender changes fields between attempts, name them in Policy.exclude_fields; if it "
+                "reuses ids, choose another delivery_id",
+                self.source,
+            )
+            return _answer(422, "Another body had this delivery id.")
+        return _answer(refusal.status, str(refusal.title), again=_is_later(refusal))
 
 
-def _look_up(where: str, body: bytes, headers: Mapping[str, str]) -> object:
-    carrier, _, name = where.partition(":")
-    if carrier == "header" and name:
-        return headers.get(name)
-    if carrier != "json" or not name:
-        raise ConfigurationError(f'{where!r} is neither "header:NAME" nor "json:FIELD"')
-    value: object = json.loads(body)
-    for part in name.split("."):
-        value = value.get(part) if isinstance(value, dict) else None
-    return value
+def _answer(status: int, text: str, *, again: bool = False) -> HttpResponse:
+    response = HttpResponse(text, status=status, content_type="text/plain")
+    if again:
+        response["Retry-After"] = str(conf.RETRY_AFTER)
+    return response
 
 
-def _header_of(where: object) -> str:
-    return where.removeprefix("header:").lower() if isinstance(where, str) else ""
+def _is_later(error: Exception) -> bool:
+    """Whether the same delivery may succeed later without anybody doing anything about it."""
+    if isinstance(error, NotBegun):
+        error = error.refusal
+    is_wait = isinstance(error, Refusal) and (error.retryable or error.key_action == "wait")
+    return is_wait or isinstance(error, NotYet)
+
+
+def _log(handler: Handler, delivery: Delivery, error: Exception) -> None:
+    if _is_later(error) or isinstance(error, NotBegun):
+        logger.info("handler %s: a delivery from %s waits", handler.name, delivery.source)
+    else:
+        logger.error(
+            "handler %s failed for a delivery from %s",
+            handler.name,
+            delivery.source,
+            exc_info=error,
+        )
+
+
+def _parameters(function: Any) -> int:
+    return len(inspect.signature(function).parameters)
