@@ -98,7 +98,8 @@ class Relay:
         self.publish = resolve(conf.OUTBOX_PUBLISHER if publisher is None else publisher)
         self.summary = Summary()
         self.stopping = False
-        self._claims = Claims(self.using, self.batch_size, clock.seconds(conf.OUTBOX_LEASE))
+        self.lease = clock.seconds(conf.OUTBOX_LEASE)
+        self._claims = Claims(self.using, self.batch_size, self.lease)
         self._last: _Batch | None = None
 
     def stop(self) -> None:
@@ -173,7 +174,6 @@ class _Batch:
     def __init__(self, relay: Relay, claimed: Claim) -> None:
         self.relay = relay
         self.claimed = claimed
-        self.lease = clock.seconds(conf.OUTBOX_LEASE)
         #: Published, not yet marked.
         self.published: list[int] = []
         self.flushed = time.monotonic()
@@ -207,7 +207,7 @@ class _Batch:
 
     def _is_over(self) -> bool:
         # Half of the lease is left for the message that is begun last.
-        return self.relay.stopping or time.monotonic() - self.claimed.started > self.lease / 2
+        return self.relay.stopping or time.monotonic() - self.claimed.started > self.relay.lease / 2
 
     def _try(self, message: Message) -> None:
         try:
@@ -277,7 +277,7 @@ class _Batch:
                 now = time.monotonic()
                 if self.relay.stopping and stop_at is None:
                     stop_at = now + STOP_SECONDS
-                if now - self.claimed.started > self.lease or (stop_at and now > stop_at):
+                if now - self.claimed.started > self.relay.lease or (stop_at and now > stop_at):
                     logger.error(
                         "outbox relay: database %r did not come back in time", self.relay.using
                     )

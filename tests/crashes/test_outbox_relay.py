@@ -8,7 +8,7 @@ import random
 import signal
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -242,15 +242,26 @@ def test_a_relay_survives_the_restart_of_its_database(
     enqueue(range(300, 400))
     rows = OutboxMessage.objects.using("other")
     eventually(lambda: not rows.filter(status="pending").exists(), "everything sent")
+    private.restart()  # while the relay is idle
+    connections["other"].close()
+    enqueue(range(400, 410))
+    eventually(lambda: not rows.filter(status="pending").exists(), "everything sent again")
     os.kill(child.pid, signal.SIGTERM)
     child.result()
-    assert set(payloads()) == set(range(400))
-    assert len({line.id for line in file.lines()}) == 400
+    assert set(payloads()) == set(range(410))
+    assert len({line.id for line in file.lines()}) == 410
     for key in range(3):
         assert in_order_but_for_repeats([n for n in payloads() if n % 3 == key])
 
 
-def test_a_mark_that_fails_for_a_moment_is_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "work",
+    [lambda relay: relay.run(once=True), lambda relay: relay.run_once()],
+    ids=["with the next claim", "alone"],
+)
+def test_a_mark_that_fails_for_a_moment_is_written_again(
+    monkeypatch: pytest.MonkeyPatch, work: Callable[[outbox.Relay], Any]
+) -> None:
     """The message was published: only the mark is repeated."""
     from django.db import OperationalError
 
@@ -266,7 +277,7 @@ def test_a_mark_that_fails_for_a_moment_is_written_again(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(Claim, "sent", flaky)
     worker = outbox.Relay(publisher=recorder)
-    worker.run(once=True)
+    work(worker)
     assert worker.summary == outbox.Summary(sent=1)
     assert len(recorder.messages) == 1
     assert row(message).status == MessageStatus.SENT
