@@ -22,6 +22,7 @@ from rest_framework.renderers import BrowsableAPIRenderer, JSONRenderer, Templat
 from rest_framework.response import Response
 from rest_framework.routers import SimpleRouter
 from rest_framework.throttling import BaseThrottle
+from rest_framework.versioning import AcceptHeaderVersioning
 from rest_framework.views import APIView, exception_handler
 
 from idempotency import fingerprints
@@ -1022,6 +1023,34 @@ def test_a_replay_keeps_its_media_type():
     first = send(client, "/effects/", key, BODY)
     again = send(client, "/effects/", key, BODY, headers={"Accept": "text/html"})
     assert (again["Content-Type"], again.content) == ("application/json", first.content)
+
+
+class Versioning(AcceptHeaderVersioning):
+    default_version = "1"
+
+
+class Versioned(IdempotencyMixin, APIView):
+    versioning_class = Versioning
+
+    def post(self, request):
+        pk = leave_effect(request).pk
+        return Response({"id": pk} if request.version == "1" else {"order_id": pk}, status=201)
+
+
+urlpatterns.append(path("versioned/", Versioned.as_view()))
+
+
+def test_a_deploy_that_changes_the_representation_does_not_change_replays(monkeypatch):
+    """Hard case 29, R87: stored bytes win over a new default version; another asked-for one is 422."""
+    client, key = login(), new_key()
+    first = send(client, "/versioned/", key)
+
+    monkeypatch.setattr(Versioning, "default_version", "2")
+    assert "order_id" in send(client, "/versioned/", new_key()).json()
+    assert send(client, "/versioned/", key).content == first.content
+
+    newer = {"Accept": "application/json; version=3"}
+    assert problem(send(client, "/versioned/", key, headers=newer)) == "mismatch"
 
 
 def test_a_response_is_finalized_once():
