@@ -32,6 +32,7 @@ from .models import (
     Step,
     StepStatus,
     describe_error,
+    new_owner,
 )
 from .policies import Policy
 from .steps import Absent, Confirmed, StillUnknown, backoff
@@ -275,8 +276,8 @@ def _withdraw(operation: Operation, step: Step | None) -> None:
 
 
 def _release(operation: Operation, policy: Policy | None) -> None:
-    """Let the next attempt run at once."""
-    operation.status = Status.PROCESSING
+    """Let the next attempt run at once; who executed before knows less now and writes no more."""
+    operation.status, operation.owner = Status.PROCESSING, new_owner()
     operation.last_error = "settled: may run again"
     using = operation.using
     keep = _policy(operation, policy).resolved()
@@ -284,6 +285,7 @@ def _release(operation: Operation, policy: Policy | None) -> None:
     idle = 0 if operation.stepwise else (keep.retention + keep.tombstone).total_seconds()
     Operation.objects.using(using).filter(pk=operation.pk).update(
         status=operation.status,
+        owner=operation.owner,
         last_error=operation.last_error,
         checks=0,
         lease_expires_at=None,

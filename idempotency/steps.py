@@ -297,11 +297,13 @@ class StepwiseExecution:
                 raise self._unknown(min(self._open))
             if outcome.status == Status.FAILED and self.declared_status is None:
                 outcome = compensation.compensated(self, outcome)
-            with transaction.atomic(self.using):
-                values = settle(self.operation, outcome, self.policy, self.declared_status)
-                self._fenced("finish", values)
-                if self._action and self._action not in self.recorded:
+            values = settle(self.operation, outcome, self.policy, self.declared_status)
+            if self._action and self._action not in self.recorded:
+                with transaction.atomic(self.using):
+                    self._fenced("finish", values)
                     self.add(self._action)
+            else:
+                self._fenced("finish", values)
         except BaseException as error:
             self.fail(error)
             raise_translated(error, self.operation)

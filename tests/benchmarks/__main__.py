@@ -4,7 +4,7 @@ import argparse
 import importlib
 
 #: Modules of this package with a `main(rounds, seconds)`.
-SUBJECTS = ("web", "outbox")
+SUBJECTS = ("web", "outbox", "steps")
 
 
 def main() -> None:
