@@ -228,8 +228,7 @@ def first_row(intent: Intent) -> Operation:
 def _claim(fresh: Operation, intent: Intent) -> Operation | Replay | None:
     """The operation to execute, or its replay; None when the row changed hands: claim again."""
     policy = intent.policy
-    keep = (policy.retention + policy.tombstone).total_seconds()
-    lease = policy.lease.total_seconds() if policy.stepwise else None
+    keep, lease = _times(policy)
     if intent.from_client and conf.REFUSE_OLD_KEYS and _is_late(intent.key, keep):
         is_new, found = False, db.read(policy.using, fresh.pk)
         if found is None or (found.is_final and found.forgotten):
@@ -259,15 +258,15 @@ def _claim(fresh: Operation, intent: Intent) -> Operation | Replay | None:
 
 
 def _times(policy: Resolved) -> tuple[float, float | None]:
-    """How long the row is kept, and its lease, in seconds.
+    """How long the row is kept, and the claim's lease, in seconds.
 
-    A lease of 0 on a plain operation is a mark for the purge: if its executor vanishes, effects
-    outside the database may exist, so it becomes `reconciling` instead of being forgotten.
+    A plain operation needs none, unless its executor's disappearance means that effects may exist:
+    then a short lease covers the moment between claim and lock, and tells the purge what it is.
     """
     keep = (policy.retention + policy.tombstone).total_seconds()
     if policy.stepwise:
         return keep, policy.lease.total_seconds()
-    return keep, 0.0 if policy.on_interrupted == "reconcile" else None
+    return keep, None if policy.on_interrupted == "rerun" else db.STARTING
 
 
 def _is_late(key: str, keep: float) -> bool:
@@ -320,7 +319,9 @@ def _execute(operation: Operation, intent: Intent, *, is_ours: bool) -> AnyExecu
         block.__enter__()
         try:
             locked = db.lock(using, operation.pk)
-            free = locked if _is_unchanged(locked, operation) and not locked.leased else None
+            # A claimant's own short lease does not stop it.
+            may_run = _is_unchanged(locked, operation) and (is_ours or not locked.leased)
+            free = locked if may_run else None
             if free is not None and (is_ours or _take_over_plain(operation, free, intent)):
                 return Execution(operation, intent.policy, block, joined=joined)
         except BaseException as error:
@@ -345,20 +346,22 @@ def _take_over_plain(operation: Operation, locked: db.Locked, intent: Intent) ->
     if _is_unsafe(operation, locked, intent.policy):
         _reconcile(operation, locked)
         return False
-    if intent.give_up is None:
+    _, lease = _times(intent.policy)
+    if intent.give_up is None and lease is None:
         _take_over(operation, locked)
         return True
-    limit, outcome = intent.give_up
+    # The attempt is put on record before it runs: if it vanishes too, that shows.
     interruptions = locked.interruptions + (not locked.last_error)
-    if interruptions >= limit:
+    limit, outcome = intent.give_up or (None, None)
+    if limit is not None and outcome is not None and interruptions >= limit:
         logger.error("operation %s given up: it took down %d executors", operation.pk, limit)
         values = settle(operation, outcome, intent.policy)
         db.execute(intent.policy.using, "complete", values, operation.pk)
         send(signals.operation_finished, operation)
         return False
     _take_over(operation, locked)
-    values = (operation.attempt, operation.owner, interruptions)
-    db.execute(intent.policy.using, "start", values, operation.pk)
+    started = (operation.attempt, operation.owner, interruptions, lease)
+    db.execute(intent.policy.using, "start", started, operation.pk)
     return False
 
 
@@ -386,7 +389,7 @@ def lease(
             return None
         _take_over(operation, locked)
         if give_up is not None:
-            counted = (operation.attempt, operation.owner, interruptions)
+            counted = (operation.attempt, operation.owner, interruptions, None)
             db.execute(policy.using, "start", counted, operation.pk)
         seconds = policy.lease.total_seconds()
         values = (operation.attempt, operation.owner, True, seconds, seconds)
@@ -414,11 +417,7 @@ def _is_unchanged(locked: db.Locked | None, operation: Operation) -> TypeGuard[d
 
 def _is_unsafe(operation: Operation, locked: db.Locked, policy: Resolved) -> bool:
     """Whether the executor vanished, and the policy says that only a reconciler knows what it did."""
-    if policy.on_interrupted == "rerun" or locked.last_error:
-        return False
-    if not locked.started:
-        _in_progress(operation)  # it may be between its claim and its lock
-    return True
+    return policy.on_interrupted == "reconcile" and not locked.last_error
 
 
 def _reconcile(operation: Operation, locked: db.Locked) -> None:

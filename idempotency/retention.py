@@ -245,7 +245,10 @@ def _batch(using: str, status: str, size: int, after: _Cursor) -> tuple[Purged, 
 def _hand_to_reconciler(using: str, pk: uuid.UUID, attempt: int) -> None:
     """An executor vanished whose policy is `on_interrupted="reconcile"`, and no retry came."""
     Operation.objects.using(using).filter(pk=pk).update(
-        status=Status.RECONCILING, last_error="interrupted", due_at=db.now(using)
+        status=Status.RECONCILING,
+        last_error="interrupted",
+        lease_expires_at=None,
+        due_at=db.now(using),
     )
     db.add_event(using, pk, EventKind.RECONCILING, attempt, "interrupted")
 
