@@ -47,7 +47,7 @@ STEP = (
 )
 
 #: Seconds within which every claimant has taken its lock, unless it was stopped in between.
-STARTING = 2
+STARTING = 2.0
 
 #: SQLSTATE classes and MySQL error numbers after which the same statements may simply succeed.
 _TRANSIENT_SQLSTATES = ("40001", "40P01", "55P03", "57P", "08", "53", "25P03", "25006")
@@ -200,8 +200,7 @@ class Statements:
         locked = (
             f"{q('status')}, {q('attempt')}, {q('owner')}, "
             f"CASE WHEN {q('tombstone_until')} <= {now} THEN 1 ELSE 0 END, {q('last_error')}, "
-            f"CASE WHEN {q('lease_expires_at')} > {now} THEN 1 ELSE 0 END, {q('interruptions')}, "
-            f"CASE WHEN {q('created_at')} <= {self.after.replace('%s', str(-STARTING))} THEN 1 ELSE 0 END"
+            f"CASE WHEN {q('lease_expires_at')} > {now} THEN 1 ELSE 0 END, {q('interruptions')}"
         )
         self.lock = self.lock_waiting = f"SELECT {locked} FROM {t} WHERE {q('id')} = %s"
         # NO KEY: FOR UPDATE would also stop the foreign-key checks of other transactions' child rows.
@@ -228,7 +227,7 @@ class Statements:
         self.complete = f"{settled} WHERE {q('id')} = %s"
         self.start = (
             f"UPDATE {t} SET {q('attempt')} = %s, {q('owner')} = %s, {q('interruptions')} = %s, "
-            f"{q('last_error')} = '' WHERE {q('id')} = %s"
+            f"{q('last_error')} = '', {q('lease_expires_at')} = {self.after} WHERE {q('id')} = %s"
         )
         self.fail = (
             f"UPDATE {t} SET {q('status')} = %s, {q('attempt')} = %s, {q('owner')} = %s, {q('last_error')} = %s, "
@@ -406,8 +405,6 @@ class Locked(NamedTuple):
     leased: bool
     #: Executors that vanished without recording an error.
     interruptions: int
-    #: Claimed long enough ago to have started: with the lock free, its executor is gone.
-    started: bool
 
 
 def lock(using: str, pk: uuid.UUID, *, wait: bool = False) -> Locked | None:
