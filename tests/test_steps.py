@@ -9,10 +9,16 @@ from typing import Any
 
 import pytest
 from asgiref.sync import async_to_sync, sync_to_async
+from django.contrib.auth.models import User
 from django.db import IntegrityError, OperationalError, connection, transaction
 from django.http import HttpRequest, HttpResponse, JsonResponse
+from rest_framework.exceptions import ValidationError
+from rest_framework.response import Response
+from rest_framework.test import APIRequestFactory, force_authenticate
+from rest_framework.views import APIView
 
 from idempotency import engine
+from idempotency.contrib.rest_framework import IdempotencyMixin
 from idempotency.decorators import idempotent
 from idempotency.exceptions import (
     ConfigurationError,
@@ -33,6 +39,7 @@ from idempotency.models import (
     Step,
     StepStatus,
 )
+from idempotency.policies import Policy
 from idempotency.reconciliation import Absent, Confirmed, StillUnknown, resolve
 from idempotency.retention import purge
 from tests import shops
@@ -877,6 +884,57 @@ def test_whoever_was_overtaken_says_that_the_request_is_in_progress() -> None:
 
     response = post(stepwise_view(body), key)
     assert (response.status_code, problem(response)) == (409, "in-progress")
+
+
+class StepsView(IdempotencyMixin, APIView):
+    idempotency_policy = Policy(required=True, stepwise=True, lease=600, name="steps.rest")
+
+    def post(self, request: Any) -> Response:
+        operation = request._request.operation
+        operation.step("reserve", lambda: 1, compensate=undo_local)
+        if raised:
+            error = raised.pop(0)
+            operation.call("charge", Calls(error), failures=(ValidationError,))
+        return Response({"paid": True}, status=201)
+
+
+raised: list[Exception] = []
+
+
+@pytest.mark.parametrize(
+    ("error", "codes", "status"),
+    [
+        (None, [201, 201], Status.SUCCEEDED),
+        (ValidationError("declined"), [400, 400], Status.REVERSED),
+        (TimeoutError(), [409, 409], Status.RECONCILING),
+    ],
+)
+def test_a_rest_framework_view_may_be_stepwise(
+    error: Exception | None, codes: list[int], status: str
+) -> None:
+    key = new_key()
+    raised[:] = [] if error is None else [error]
+    view = StepsView.as_view()
+    assert [rest_post(view, key).status_code for _ in codes] == codes
+    assert find(key).status == status
+    assert len(undone) == (status == Status.REVERSED)
+
+
+def test_a_rest_framework_view_goes_on_after_its_outcome_was_settled() -> None:
+    key = new_key()
+    raised[:] = [TimeoutError()]
+    view = StepsView.as_view()
+    response = rest_post(view, key)
+    assert (response.status_code, find(key).status) == (409, Status.RECONCILING)
+    resolve(find(key), Absent(), evidence="provider")
+    assert rest_post(view, key).status_code == 201
+    assert steps(key) == {"reserve": "done"}
+
+
+def rest_post(view: Any, key: str) -> Any:
+    request = APIRequestFactory().post("/", {}, format="json", headers={"Idempotency-Key": key})
+    force_authenticate(request, User(pk=1))
+    return view(request)
 
 
 # Async
