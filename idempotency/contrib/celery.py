@@ -52,8 +52,9 @@ def idempotent_task(
     Exceptions in `failures` are final and raise StoredFailure on every delivery. All others, also
     `self.retry`, `Ignore` and the soft time limit, roll back; the next delivery runs again. After
     `give_up_after` (5) workers died running it, the operation fails for good with StoredFailure; a
-    stepwise one becomes `reconciling`, because its steps may have had effects. Other keyword
-    arguments build a Policy.
+    stepwise one becomes `reconciling`, because its steps may have had effects. `fingerprint` is a
+    callable of the arguments; without it, the same key with other arguments raises Mismatch. Other
+    keyword arguments build a Policy.
 
     Redelivery after a worker's death needs `acks_late=True, reject_on_worker_lost=True`. Raises
     ConfigurationError when options contradict each other.
