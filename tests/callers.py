@@ -85,7 +85,7 @@ def post(view: View, key: str, body: Any = "body", user: int = 1) -> HttpRespons
         content_type="application/json",
         headers={"Idempotency-Key": key},
     )
-    request.user = User(pk=user)
+    request.user = request._force_auth_user = User(pk=user)  # for Django, and for REST framework
     try:
         return convert_exception_to_response(view)(request)
     finally:

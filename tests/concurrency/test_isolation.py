@@ -1,11 +1,13 @@
 """Other isolation levels, callers' transactions, operations inside operations."""
 
+import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 import pytest
 from django.db import connection, transaction
+from django.db.models import F
 
 from idempotency import engine
 from idempotency.exceptions import ReentrantOperation, Unavailable
@@ -119,6 +121,66 @@ def test_a_claim_in_an_old_snapshot_is_answered_properly(level: str) -> None:
     assert (winner, answer) in {("new", "replay"), ("new", "later"), ("later", "new")}
     assert run() == "replay"
     assert effects(key) == 1
+
+
+# Handlers that get into each other's way
+
+
+@needs_row_locks
+def test_a_deadlock_of_two_handlers_is_503_for_one_and_its_retry_runs() -> None:
+    """BUGS.md A14, I03: the handler is not run again behind its back, the client is told to retry."""
+    rows = [Effect.objects.create(label="row").pk for _ in range(2)]
+    both = threading.Barrier(2, timeout=30)
+
+    def update(order: list[int]) -> None:
+        Effect.objects.filter(pk=order[0]).update(amount=F("amount") + 1)
+        with suppress(threading.BrokenBarrierError):  # nobody to meet in the retry
+            both.wait()
+        Effect.objects.filter(pk=order[1]).update(amount=F("amount") + 1)
+
+    def client(order: list[int]) -> list[str]:
+        if connection.vendor == "postgresql":
+            with connection.cursor() as cursor:
+                cursor.execute("SET deadlock_timeout = '50ms'")
+        key, answers = callers.new_key(), []
+        view = effect_view(before=lambda: update(order))
+        while not answers or answers[-1] == "unavailable":
+            response = post(view, key)
+            answers.append(problem(response) or str(response.status_code))
+            both.abort()
+        return answers
+
+    answers = in_threads([lambda: client(rows), lambda: client(rows[::-1])])
+    assert sorted(answers, key=len) == [["201"], ["unavailable", "201"]]
+    assert list(Effect.objects.filter(pk__in=rows).values_list("amount", flat=True)) == [2, 2]
+
+
+@pytest.mark.vendor("postgresql")
+def test_a_serialization_failure_of_two_handlers_is_503_for_one_and_its_retry_runs() -> None:
+    """Two handlers that each read what the other writes: PostgreSQL lets only one of them commit."""
+    rows = [Effect.objects.create(label="row").pk for _ in range(2)]
+    both = threading.Barrier(2, timeout=30)
+
+    def move(number: int) -> None:
+        total = sum(Effect.objects.filter(pk__in=rows).values_list("amount", flat=True))
+        with suppress(threading.BrokenBarrierError):
+            both.wait()
+        Effect.objects.filter(pk=rows[number]).update(amount=total + 1)
+
+    def client(number: int) -> list[str]:
+        isolate("SERIALIZABLE")
+        key, answers = callers.new_key(), []
+        view = effect_view(before=lambda: move(number))
+        while not answers or answers[-1] == "unavailable":
+            response = post(view, key)
+            answers.append(problem(response) or str(response.status_code))
+            both.abort()
+        return answers
+
+    answers = in_threads([lambda: client(0), lambda: client(1)])
+    assert sorted(answers, key=len) == [["201"], ["unavailable", "201"]]
+    amounts = Effect.objects.filter(pk__in=rows).values_list("amount", flat=True)
+    assert sorted(amounts) == [1, 2]  # as if one had run after the other
 
 
 # Inside the caller's own transaction

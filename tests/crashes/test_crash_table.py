@@ -11,10 +11,17 @@ import pytest
 from django.db import transaction
 from django.http import HttpResponse
 from django.utils import timezone
+from rest_framework.exceptions import ValidationError
+from rest_framework.request import Request
+from rest_framework.response import Response
+from rest_framework.views import APIView
 
 from idempotency import engine
+from idempotency.contrib.rest_framework import IdempotencyMixin
 from idempotency.models import Operation, Outcome, Status
+from idempotency.policies import Policy
 from tests import callers
+from tests.app.models import Effect
 from tests.callers import age, effect_view, effects, is_replay, operation, post, problem, retry
 from tests.crashes.points import Crash, crash, crashes, die, passed_by
 from tests.processes import Child, Died
@@ -179,6 +186,30 @@ def test_storing_a_deterministic_failure_may_die_anywhere() -> None:
         assert attempts[-1] is not None
         assert attempts[-1].outcome.code == 400, str(each)
         assert effects(each.key) == 0, str(each)
+
+
+class Refusing(IdempotencyMixin, APIView):
+    idempotency_policy = Policy(required=True, name="effect")
+
+    def post(self, request: Request) -> Response:
+        Effect.objects.create(label=request.headers["Idempotency-Key"])
+        raise ValidationError({"quantity": ["sold out"]})
+
+
+def test_a_rest_framework_exception_may_die_anywhere() -> None:
+    """The effects are undone first, and the 400 is stored after that: two transactions."""
+    api = Refusing.as_view()
+    labels = set()
+    for each in crashes(unused, lambda key: post(api, key)):
+        stored = operation_is_final(each.key)
+        assert effects(each.key) == 0, str(each)
+        responses = [retry(lambda key=each.key: post(api, key)) for _ in range(2)]
+        assert [response.status_code for response in responses] == [400, 400], str(each)
+        assert [is_replay(response) for response in responses] == [stored, True], str(each)
+        assert responses[0].content == responses[1].content, str(each)
+        assert effects(each.key) == 0, str(each)
+        labels.add(each.label)
+    assert labels >= {"after ROLLBACK", "after UPDATE idempotency_operation"}
 
 
 def operation_is_final(key: str) -> bool:
