@@ -17,7 +17,7 @@ from . import compensation, db, encoding, engine, signals
 from .conf import conf
 from .exceptions import ConfigurationError, Mismatch, Refusal, StoredFailure
 from .executions import send
-from .models import EventKind, Operation, Status
+from .models import EventKind, Operation, Status, describe_error
 from .policies import Policy
 from .reconciliation import (
     Report,
@@ -102,8 +102,8 @@ def _complete(operation: Operation) -> str:
         pass
     except Refusal as refusal:
         logger.info("operation %s goes on later: %s", operation.pk, refusal.code)
-    except Exception:
-        logger.warning("running operation %s again failed", operation.pk, exc_info=True)
+    except Exception as error:
+        logger.warning("running operation %s again failed: %s", operation.pk, describe_error(error))
     operation.refresh_from_db(fields=["status", "owner", "attempt"])
     if operation.is_final:
         return "settled"

@@ -135,8 +135,9 @@ def _reconcile(operation: Operation) -> str:
     except IllegalTransition:
         return "settled"  # by somebody else, while this was being asked
     except Exception as error:
-        logger.exception("reconciling operation %s failed", operation.pk)
-        add_event(operation, EventKind.ATTEMPT_FAILED, describe_error(error))
+        description = describe_error(error)
+        logger.error("reconciling operation %s failed: %s", operation.pk, description)
+        add_event(operation, EventKind.ATTEMPT_FAILED, description)
     if hand_over_if_older(operation, step):
         return "handed_over"
     wait(operation, backoff(operation.checks))

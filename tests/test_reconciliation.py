@@ -175,14 +175,16 @@ def test_nobody_asks_twice_at_the_same_time() -> None:
 
 
 @pytest.mark.parametrize("answer", [ConnectionError("secret"), None, "confirmed"])
-def test_a_reconciler_that_fails_or_answers_nonsense_settles_nothing(answer: Any) -> None:
+def test_a_reconciler_that_fails_or_answers_nonsense_settles_nothing(
+    answer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     key = in_doubt()
     answering(answer)
     assert reconcile_due() == Report(asked=1, waiting=1)
     assert find(key).status == Status.RECONCILING
     kind, detail = events(key)[-1]
     assert kind == EventKind.ATTEMPT_FAILED
-    assert "secret" not in detail
+    assert "secret" not in detail + caplog.text
 
 
 @pytest.mark.parametrize("answer", [StillUnknown(), ConnectionError()])
