@@ -41,7 +41,7 @@ class Delivery:
     #: Exactly what was sent and signed.
     body: bytes
     #: Names in any case. A delivery that was acknowledged first has only those of `keep_headers`.
-    headers: Mapping[str, str]
+    headers: Mapping[str, str] = field(compare=False)
     #: Executions of this handler for this delivery so far, this one included.
     attempt: int = field(default=1, compare=False)
 

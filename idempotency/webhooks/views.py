@@ -236,6 +236,7 @@ class WebhookView(View):
         except NotBegun as refused:
             return self._refuse(refused.refusal)
         except NotYet:
+            logger.info("webhook from %s: not yet", self.source)
             return _answer(409, "Not yet: deliver again.", again=True)
         except Refusal as refusal:
             if not _is_later(refusal):
@@ -277,19 +278,21 @@ class WebhookView(View):
     def run_handlers(self, events: Iterable[Delivery]) -> None:
         """Run every handler that has not succeeded for these events; one's failure stops no other.
 
-        Raises the first failure when all had their turn; the others are logged.
+        Raises one of the failures when all had their turn, and logs the others.
         """
-        failures: list[Exception] = []
+        failures: list[tuple[Handler, Exception]] = []
         for event in events:
             for handler in self.takers(event):
                 try:
                     self.run_handler(handler, event)
                 except Exception as error:
-                    _log(handler, event, error)
-                    failures.append(error)
+                    failures.append((handler, error))
+        # A failure of our own is what people must see; "come back later" only if it is all there is.
+        failures.sort(key=lambda failure: _is_later(failure[1]))
+        for failed, failure in failures[1:]:
+            _log(failed, failure)
         if failures:
-            # A failure of our own is what people must see; "come back later" only if it is all there is.
-            raise min(failures, key=_is_later)
+            raise failures[0][1]
 
     def run_handler(self, handler: Handler, delivery: Delivery) -> None:
         """Run one handler in one transaction with the record that it ran."""
@@ -346,16 +349,11 @@ def _is_later(error: Exception) -> bool:
     return is_wait or isinstance(error, NotYet)
 
 
-def _log(handler: Handler, delivery: Delivery, error: Exception) -> None:
+def _log(handler: Handler, error: Exception) -> None:
     if _is_later(error) or isinstance(error, NotBegun):
-        logger.info("handler %s: a delivery from %s waits", handler.name, delivery.source)
+        logger.info("webhook handler %s: the delivery has to come again", handler.name)
     else:
-        logger.error(
-            "handler %s failed for a delivery from %s",
-            handler.name,
-            delivery.source,
-            exc_info=error,
-        )
+        logger.error("webhook handler %s failed", handler.name, exc_info=error)
 
 
 def _parameters(function: Any) -> int:

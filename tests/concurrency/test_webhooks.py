@@ -21,6 +21,7 @@ from tests.processes import (
     Child,
     Died,
     Signal,
+    eventually,
     in_processes,
     in_threads,
     running,
@@ -204,6 +205,10 @@ class Payments(Hook):
         return f"payment:{delivery.payload['payment']}"
 
 
+class PaymentsFirst(Payments):
+    acknowledge_first = True
+
+
 class Overlap:
     """Counts how many are inside at once."""
 
@@ -268,6 +273,25 @@ def test_a_burst_of_events_about_one_object_is_handled_one_by_one() -> None:
     assert overlap.most == 1
     assert (effects("payment"), effects("settled")) == (1, 1)
     assert Operation.objects.filter(status=Status.SUCCEEDED).count() == 10
+
+
+def test_relays_take_turns_with_one_object_too(settings: Any) -> None:
+    """BUGS P01, P08, R03 for deliveries that were acknowledged first."""
+    settings.IDEMPOTENCY = {"OUTBOX_BATCH_SIZE": 1, "OUTBOX_BACKOFF": 0}
+    overlap.most = 0
+    for number, name in enumerate(["created", "paid", "updated", "paid", "paid", "updated"]):
+        assert deliver(PaymentsFirst, f"m{number}", event(name, payment=1)).status_code == 200
+
+    def relay() -> None:
+        eventually(lambda: outbox.relay().sent == 0 and not pending(), "everything is handled")
+
+    def pending() -> bool:
+        return OutboxMessage.objects.filter(status=MessageStatus.PENDING).exists()
+
+    in_threads([relay] * 3)
+    assert overlap.most == 1
+    assert (effects("payment"), effects("settled")) == (1, 1)
+    assert set(OutboxMessage.objects.values_list("status", flat=True)) == {MessageStatus.SENT}
 
 
 @needs_row_locks
