@@ -289,6 +289,7 @@ def _release(operation: Operation, policy: Policy | None) -> None:
         owner=operation.owner,
         last_error=operation.last_error,
         checks=0,
+        interruptions=0,
         lease_expires_at=None,
         expires_at=None,
         tombstone_until=None,

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import timedelta
 from decimal import Decimal
 from io import StringIO
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 from asgiref.sync import async_to_sync
+from celery import shared_task
 from django.core.management import CommandError, call_command
 from django.db.models import F
 from django.http import HttpRequest, HttpResponse, JsonResponse
@@ -17,6 +19,7 @@ from django.utils import timezone
 
 from idempotency import engine, reconciliation, signals, tasks
 from idempotency.completion import complete_abandoned
+from idempotency.contrib.celery import idempotent_task
 from idempotency.decorators import idempotent
 from idempotency.exceptions import (
     ConfigurationError,
@@ -359,7 +362,37 @@ def test_settling_is_announced() -> None:
     assert seen == [(key, Status.SUCCEEDED)]
 
 
+@pytest.mark.parametrize("stepwise", [True, False])
+def test_an_operation_that_was_given_up_gets_new_tries_when_it_is_settled(stepwise: bool) -> None:
+    """It took down its executors; a person has found out why, and lets it run again."""
+    key = new_key()
+    dead = Outcome(status=Status.FAILED, body=b'"dead"')
+    found = replace(intent(key, stepwise=stepwise, on_interrupted="rerun"), give_up=(1, dead))
+    begun = engine.begin(found)
+    assert not isinstance(begun, engine.Replay)
+    begun.fail(OutcomeUnknown(operation_id=begun.operation.pk))
+    Operation.objects.filter(key=key).update(interruptions=1)
+    resolve(find(key), Absent(), evidence="support")
+    again = engine.begin(found)
+    assert not isinstance(again, engine.Replay)
+    again.complete(Outcome(status=Status.SUCCEEDED))
+    assert find(key).status == Status.SUCCEEDED
+
+
 # The completer
+
+
+@shared_task(name="tests.reconciliation.task")
+@idempotent_task(key=lambda key: key, stepwise=True, lease=600)
+def task(key: str) -> str:
+    return job.__wrapped__(key)  # type: ignore[attr-defined, no-any-return]
+
+
+def test_an_abandoned_task_is_run_again_with_its_arguments() -> None:
+    key = abandon(task)
+    assert complete_abandoned() == Report(asked=1, settled=1)
+    assert (find(key).status, shops.stock(key)) == (Status.SUCCEEDED, -1)
+
 
 body_of_call: list[Any] = []
 
