@@ -55,6 +55,7 @@ def test_the_checks_run_with_manage_py_check() -> None:
         checks.check_database_settings,
         checks.check_relations,
         checks.check_urls,
+        checks.check_webhooks,
         checks.check_cors,
         checks.check_celery,
         checks.check_purge_schedule,
@@ -790,7 +791,7 @@ def test_ids_are_used_for_one_mistake_each() -> None:
     """Users silence checks by id: one id, one meaning."""
     package = project_apps.get_app_config("idempotency").path
     found: list[str] = []
-    for name in ("settings", "databases", "relations", "urls", "cors", "celery"):
+    for name in ("settings", "databases", "relations", "urls", "webhooks", "cors", "celery"):
         with open(f"{package}/checks/{name}.py", encoding="utf-8") as source:
             found += re.findall(r'id="idempotency\.(\w+)"', source.read())
     assert len(found) == len(set(found)) > 20
