@@ -7,16 +7,31 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from statistics import median
 from urllib.request import urlopen
 
 import django
 from django.core.management import call_command
 
 from tests.servers import postgresql
-from tests.servers.base import die_with_parent, free_port
+from tests.servers.base import REPOSITORY, die_with_parent, free_port
 
 SETTINGS = "tests.benchmarks.settings"
 WORKERS = 2
+VAR_DIR = REPOSITORY / ".var"
+
+
+def flush_ms() -> float:
+    """Median time in which this disk makes 8 KiB durable: what every commit waits for."""
+    times = []
+    with tempfile.TemporaryFile(dir=VAR_DIR) as file:
+        for _ in range(50):
+            file.write(bytes(8192))
+            file.flush()
+            start = time.perf_counter()
+            getattr(os, "fdatasync", os.fsync)(file.fileno())  # macOS has only fsync
+            times.append(time.perf_counter() - start)
+    return median(times) * 1000
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """Requests per second of protected and unprotected views, in interleaved rounds."""
 
+import os
 import sys
 from collections import defaultdict
 from dataclasses import dataclass
@@ -49,6 +50,7 @@ CASES = (
 def main(rounds: int, seconds: float) -> None:
     """Measure and print. Raises LoadError when a request failed or did not do what its case says."""
     loads: dict[str, list[load.Load]] = defaultdict(list)
+    flushes: list[float] = []
     if not load.has_wrk():
         sys.stderr.write(load.NO_WRK)
     with (
@@ -58,6 +60,7 @@ def main(rounds: int, seconds: float) -> None:
     ):
         for number in range(rounds + 1):
             seen: dict[str, tuple[str, load.Load]] = {}
+            flushes.append(project.flush_ms())
             for case in CASES:
                 url = f"{prepared if case.prepared else plain}/{case.path}"
                 result = _measure(url, case, seen, seconds if number else 1)
@@ -65,6 +68,10 @@ def main(rounds: int, seconds: float) -> None:
                     loads[case.label].append(result)
             sys.stderr.write(f"round {number} of {rounds}\n")
     print_table(loads)
+    sys.stdout.write(
+        f"\n{os.cpu_count()} processors for client, server and database; "
+        f"the disk takes {median(flushes):.2f} ms ({min(flushes):.2f}–{max(flushes):.2f}) to make a commit durable.\n"
+    )
 
 
 def _measure(
