@@ -279,6 +279,20 @@ def test_a_stepwise_operation_inside_a_transaction_is_refused() -> None:
         run(new_key(), lambda operation: None)
 
 
+@pytest.mark.django_db(transaction=False)
+def test_inside_a_test_case_stepwise_operations_work_as_everywhere() -> None:
+    """Its transaction never commits anyway; a project's tests need not be slow ones."""
+    key, reserve = new_key(), Calls()
+
+    def body(operation: Operation) -> Any:
+        first = operation.step("reserve", reserve)
+        return [first, operation.call("charge", lambda: "ch_1")]
+
+    assert connection.in_atomic_block
+    assert run(key, body) == run(key, body) == [1, "ch_1"]
+    assert len(reserve) == 1
+
+
 def test_steps_belong_into_stepwise_operations() -> None:
     @idempotent_function(key=lambda: "k")
     def plain() -> None:

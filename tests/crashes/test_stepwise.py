@@ -74,9 +74,9 @@ def test_a_takeover_may_die_anywhere_and_so_may_the_next(tmp_path: Path) -> None
     shops.assert_consistent(key)
 
 
-@pytest.mark.parametrize("style", ["repeatable", "asked"])
-def test_a_compensation_may_die_anywhere(tmp_path: Path, style: str) -> None:
+def test_a_compensation_may_die_anywhere(tmp_path: Path) -> None:
     """Sold out after the charge: refunded once, put back once, whoever does the rest."""
+    style = "asked"
     shops.provider.open(tmp_path)
     labels = set()
     for each in crashes(callers.new_key, lambda key: shops.tried(key, style, True), between=True):
@@ -130,8 +130,8 @@ def test_reconciling_may_die_anywhere(tmp_path: Path, behaviour: str) -> None:
         assert shops.find(each.key).status == Status.SUCCEEDED, str(each)
 
 
-@pytest.mark.parametrize("style", ["unprotected", "nobody knows"])
-def test_what_nobody_can_find_out_ends_in_front_of_a_person(tmp_path: Path, style: str) -> None:
+def test_what_nobody_can_find_out_ends_in_front_of_a_person(tmp_path: Path) -> None:
+    style = "nobody knows"
     shops.provider.open(tmp_path, "charged", honours_keys=False)
     ends = set()
     for each in crashes(callers.new_key, lambda key: shops.tried(key, style), between=True):
