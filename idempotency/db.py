@@ -90,14 +90,17 @@ def now(using: str, *, after: float = 0) -> RawSQL:
     return RawSQL(sql.after, [round(after, 3)], output_field=DateTimeField())  # noqa: S611
 
 
+def in_transaction(using: str) -> bool:
+    """Whether a transaction of the caller's is open: an atomic block, or autocommit switched off."""
+    connection = connections[using]
+    is_manual = connection.connection is not None and not connection.autocommit
+    return connection.in_atomic_block or is_manual
+
+
 def drop_if_broken(using: str) -> None:
     """Close a connection whose server side is gone, so that the next statement opens another."""
     connection = connections[using]
-    if (
-        connection.connection is None
-        or connection.in_atomic_block
-        or not connection.errors_occurred
-    ):
+    if connection.connection is None or in_transaction(using) or not connection.errors_occurred:
         return
     if not connection.is_usable():
         connection.close()
@@ -149,7 +152,8 @@ class Statements:
         # PostgreSQL plans anew each time, so a first request would pay for what only a duplicate
         # needs: there the count is part of `note`. MySQL would lock what such an insert counts.
         event_count = "0" if self.vendor == "postgresql" else f"({events_of_row}{t}.{q('id')})"
-        self.read_columns = f"{columns}, {t}.{q('expires_at')} <= {now}, {t}.{q('tombstone_until')} <= {now}, {event_count}"
+        expired, forgotten = (f"{t}.{q(c)} <= {now}" for c in ("expires_at", "tombstone_until"))
+        self.read_columns = f"{columns}, {expired}, {forgotten}, {event_count}"
         self.read = f"SELECT {self.read_columns} FROM {t} WHERE {q('id')} = %s"
 
         inserted = (
@@ -355,7 +359,7 @@ def claim(
     with connection.cursor() as cursor:
         if sql.vendor == "postgresql":
             # A claim that is evidence of an interrupted attempt must survive a crash by itself.
-            is_evidence = lease is not None or connection.in_atomic_block
+            is_evidence = lease is not None or in_transaction(using)
             cursor.execute(sql.claim if is_evidence else sql.claim_alone, [key, *params])
             row = cursor.fetchone()
             if row[0]:
@@ -448,7 +452,7 @@ def note(using: str, operation: Operation, kind: str, detail: str, limit: int) -
     if sql.vendor == "postgresql":
         params += [key, limit]
     with connection.cursor() as cursor:
-        cursor.execute(sql.note if connection.in_atomic_block else sql.note_alone, params)
+        cursor.execute(sql.note if in_transaction(using) else sql.note_alone, params)
 
 
 def add_step(

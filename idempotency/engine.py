@@ -149,7 +149,7 @@ def _discard(begun: AnyExecution | Replay) -> None:
 
 def _pauses(intent: Intent) -> Iterator[float]:
     """Growing pauses that add up to the policy's wait."""
-    if connections[intent.policy.using].in_atomic_block:
+    if db.in_transaction(intent.policy.using):
         return  # a transaction must not be held open while waiting
     deadline = time.monotonic() + intent.policy.wait.total_seconds()
     pause = 0.05
@@ -172,7 +172,7 @@ def _try(intent: Intent) -> AnyExecution | Replay:
             f"{intent.name}: this operation is being executed by this very call. "
             "Give the inner operation a key of its own, for example current().derive_key('inner')."
         )
-    is_open = connections[policy.using].in_atomic_block
+    is_open = db.in_transaction(policy.using)
     if policy.stepwise and is_open and not in_test_transaction(policy.using):
         raise ConfigurationError(
             f"{intent.name}: a stepwise operation cannot run inside a transaction, which would "
@@ -198,10 +198,11 @@ def _try(intent: Intent) -> AnyExecution | Replay:
             # that died idle are simply tried again; SQLite has waited for its lock already.
             if not db.is_transient(error):
                 raise
-            db.drop_if_broken(policy.using)
-            connection = connections[policy.using]
             cause = error
-            if connection.in_atomic_block or connection.vendor == "sqlite" or round_ >= 2:
+            if db.in_transaction(policy.using):
+                break
+            db.drop_if_broken(policy.using)
+            if connections[policy.using].vendor == "sqlite" or round_ >= 2:
                 break
     if cause is None:  # somebody is just claiming it, perhaps in a longer transaction of their own
         _in_progress(fresh)
@@ -315,7 +316,7 @@ def _execute(operation: Operation, intent: Intent, *, is_ours: bool) -> AnyExecu
     pauses = iter(LOCK_PAUSES)
     while True:
         block = transaction.atomic(using)
-        joined = connections[using].in_atomic_block
+        joined = db.in_transaction(using)
         block.__enter__()
         try:
             locked = db.lock(using, operation.pk)
@@ -334,7 +335,7 @@ def _execute(operation: Operation, intent: Intent, *, is_ours: bool) -> AnyExecu
         if locked is not None and not locked.leased:
             return None  # somebody finished or took over meanwhile: the next claim reads what
         pause = next(pauses, None)
-        if pause is None or locked is not None or connections[using].in_atomic_block:
+        if pause is None or locked is not None or db.in_transaction(using):
             if locked is None and db.read(using, operation.pk) is None:
                 return None  # not locked but purged
             _in_progress(operation)

@@ -226,7 +226,7 @@ def note(operation: Operation, kind: str, detail: str) -> None:
     """Write an event unless the operation has its share. An answer never fails for an event."""
     using = operation.using
     try:
-        if connections[using].in_atomic_block:
+        if db.in_transaction(using):
             with transaction.atomic(using):
                 db.note(using, operation, kind, detail, conf.EVENTS_PER_OPERATION)
         else:

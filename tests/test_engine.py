@@ -356,6 +356,39 @@ def test_an_execution_ends_once(key: str) -> None:
     assert run(key).replayed
 
 
+def test_with_autocommit_off_only_the_caller_commits(key: str) -> None:
+    """HARD_CASES 18: as inside an atomic block, and the caller's commit is as durable as ever."""
+
+    def durability() -> object:
+        if connection.vendor != "postgresql":
+            return None
+        with connection.cursor() as cursor:
+            cursor.execute("SHOW synchronous_commit")
+            return cursor.fetchone()
+
+    usual = durability()
+    transaction.set_autocommit(False)
+    try:
+        begun = engine.begin(intent(key))
+        assert isinstance(begun, engine.Execution)
+        assert begun.joined
+        begun.complete(callers.succeed(begun.operation))
+        transaction.rollback()
+        assert effects(key) == 0
+        assert not Operation.objects.filter(key=key).exists()
+        with pytest.raises(ValueError, match="detail"):
+            engine.run(intent(key), callers.fail)
+        assert not run(key).replayed
+        assert run(key).replayed
+        assert durability() == usual
+        transaction.commit()
+    finally:
+        transaction.rollback()
+        transaction.set_autocommit(True)
+    assert run(key).replayed
+    assert effects(key) == 1
+
+
 # Deterministic failures
 
 
