@@ -8,15 +8,23 @@ from typing import Any
 
 import pytest
 from django.core.management import CommandError, call_command
+from django.db import ProgrammingError
 
 from idempotency import engine, outbox
 from idempotency.exceptions import ConfigurationError
 from idempotency.models import MessageStatus, Operation, OutboxMessage
 from idempotency.outbox import handlers
+from idempotency.outbox.claims import Claims
 from tests.app.models import Effect
 from tests.outboxes import make_due, row, send, statuses
 
 pytestmark = pytest.mark.django_db(transaction=True)
+
+
+@pytest.fixture(autouse=True)
+def _long_backoff(settings: Any) -> None:
+    """What has failed is not due again before the test says so, however slow the machine is."""
+    settings.IDEMPOTENCY = {"OUTBOX_BACKOFF": 60}
 
 
 @pytest.fixture(autouse=True)
@@ -231,6 +239,17 @@ def test_the_command_relays_the_database_it_is_told() -> None:
 def test_the_command_refuses_options_that_make_no_sense(settings: Any) -> None:
     with pytest.raises(CommandError, match=r"--batch-size must be more than 0\."):
         call_command("relay_outbox", once=True, batch_size=0)
-    settings.IDEMPOTENCY = {"OUTBOX_PUBLISHER": "shop.no_such_module.publisher"}
+    settings.IDEMPOTENCY |= {"OUTBOX_PUBLISHER": "shop.no_such_module.publisher"}
     with pytest.raises(CommandError, match="OUTBOX_PUBLISHER"):
         call_command("relay_outbox", once=True)
+
+
+def test_the_command_says_when_the_database_cannot_be_relayed_from(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def take(self: Claims, finish: Any = None) -> None:
+        raise ProgrammingError("no such table")
+
+    monkeypatch.setattr(Claims, "take", take)
+    with pytest.raises(CommandError, match="The relay of 'default' stopped: no such table"):
+        call_command("relay_outbox")

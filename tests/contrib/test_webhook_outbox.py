@@ -25,6 +25,13 @@ from tests.outboxes import make_due, row, send
 
 pytestmark = pytest.mark.django_db
 
+
+@pytest.fixture(autouse=True)
+def _long_backoff(settings: Any) -> None:
+    """What has failed is not due again before the test says so, however slow the machine is."""
+    settings.IDEMPOTENCY = {"OUTBOX_BACKOFF": 60}
+
+
 SECRET = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"
 OLD_SECRET = "whsec_C2FVsBQIhrscChlQIMV+b5sSYspob7oD"
 
@@ -139,6 +146,12 @@ def test_during_a_rotation_the_request_is_signed_with_every_secret(receiver: Rec
         WebhookPublisher(Endpoint(receiver.url, ())).publish(stray())
 
 
+def test_an_endpoint_never_shows_its_secrets_or_its_url(receiver: Receiver) -> None:
+    shown = repr(publisher(receiver).endpoint)
+    assert "whsec" not in shown
+    assert "hook" not in shown
+
+
 def stray() -> outbox.Message:
     from uuid import uuid4
 
@@ -186,6 +199,7 @@ def test_retry_after_is_seconds_or_a_date_and_nonsense_is_nothing() -> None:
     assert retry_after("120", now) == 120
     assert retry_after(format_datetime(now + timedelta(minutes=5), usegmt=True), now) == 300
     assert retry_after(format_datetime(now - timedelta(minutes=5), usegmt=True), now) == 0
+    assert retry_after("Thu, 01 Jan 2026 00:05:00 -0000", now) == 300  # without a zone: UTC
     assert retry_after("99999999999", now) == 24 * 3600
     for nonsense in (None, "", "soon", "-1", "1.5", "²", "Thu, 99 Foo 2026"):
         assert retry_after(nonsense, now) == 0

@@ -19,6 +19,7 @@ from django.db import connections, transaction
 
 from idempotency import inbox, outbox
 from idempotency.models import MessageStatus, OutboxMessage
+from idempotency.outbox import relays
 from tests.app.models import Effect
 from tests.crashes.points import Points
 from tests.outboxes import File, Recorder, fill, make_due, row, send, statuses
@@ -28,6 +29,12 @@ from tests.servers.base import Server
 from tests.settings import database
 
 pytestmark = pytest.mark.django_db(transaction=True)
+
+
+@pytest.fixture(autouse=True)
+def _long_backoff(settings: Any) -> None:
+    """What has failed is not due again before the test says so, however slow the machine is."""
+    settings.IDEMPOTENCY = {"OUTBOX_BACKOFF": 60}
 
 
 @pytest.fixture
@@ -64,7 +71,7 @@ def test_a_relay_killed_between_publish_and_mark_repeats_the_message_under_the_s
 def test_a_message_that_kills_its_relay_becomes_a_dead_letter_and_takes_nobody_with_it(
     file: File, settings: Any
 ) -> None:
-    settings.IDEMPOTENCY = {"OUTBOX_MAX_ATTEMPTS": 4}
+    settings.IDEMPOTENCY |= {"OUTBOX_MAX_ATTEMPTS": 4}
     for topic in ("a", "killer", "b"):
         send(topic, topic)
     file.before = lambda message: kill_me(message) if message.topic == "killer" else None
@@ -79,7 +86,11 @@ def test_a_message_that_kills_its_relay_becomes_a_dead_letter_and_takes_nobody_w
     assert OutboxMessage.objects.get(topic="b").attempts == 2
 
 
-def test_a_relay_may_die_at_every_point_and_nothing_is_lost(tmp_path: Path) -> None:
+def test_a_relay_may_die_at_every_point_and_nothing_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(relays, "FLUSH_SECONDS", 3600)  # the same points on every machine
+
     def prepared(number: int) -> File:
         OutboxMessage.objects.all().delete()
         for topic, key in (("a", "k"), ("b", "k"), ("bad", ""), ("c", "")):
@@ -164,7 +175,7 @@ def test_the_command_finishes_the_message_in_hand_when_it_is_told_to_stop(
         told.wait()
 
     file.before = hold
-    settings.IDEMPOTENCY = {"OUTBOX_PUBLISHER": file}
+    settings.IDEMPOTENCY |= {"OUTBOX_PUBLISHER": file}
     child = Child(lambda: call_command("relay_outbox", verbosity=0))
     began.wait()
     os.kill(child.pid, number)
@@ -177,7 +188,7 @@ def test_the_command_finishes_the_message_in_hand_when_it_is_told_to_stop(
 
 
 def test_an_idle_command_picks_up_what_comes_and_stops(file: File, settings: Any) -> None:
-    settings.IDEMPOTENCY = {"OUTBOX_PUBLISHER": file}
+    settings.IDEMPOTENCY |= {"OUTBOX_PUBLISHER": file}
     child = Child(lambda: call_command("relay_outbox", interval=0.05, verbosity=0))
     for number in range(3):
         send("t", number)
@@ -216,7 +227,7 @@ def private(vendor: str, transactional_db: None) -> Iterator[Server]:
 def test_a_relay_survives_the_restart_of_its_database(
     private: Server, file: File, settings: Any, kill: bool
 ) -> None:
-    settings.IDEMPOTENCY = {"OUTBOX_LEASE": 3, "OUTBOX_INTERVAL": 0.05}
+    settings.IDEMPOTENCY |= {"OUTBOX_LEASE": 3, "OUTBOX_INTERVAL": 0.05}
 
     def enqueue(numbers: range) -> None:
         with transaction.atomic("other"):
