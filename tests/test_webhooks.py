@@ -9,6 +9,7 @@ import json
 import logging
 import re
 import time
+import uuid
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -1004,6 +1005,16 @@ def test_after_the_retention_an_id_is_new() -> None:
     age("m1")
     deliver(view)
     assert effects("seen") == 2
+
+
+def test_an_event_of_last_month_can_still_be_sent_for_the_first_time() -> None:
+    """After a long outage: the age of an id, a UUIDv7 say, tells nothing about a sender that signs anew."""
+    milliseconds = int((time.time() - 30 * 86400) * 1000)
+    old = str(uuid.UUID(int=milliseconds << 80 | 7 << 76 | 2 << 62 | 1))
+    view = one_effect()
+    for _ in range(2):
+        assert deliver(view, old).status_code == 200
+    assert effects("seen") == 1
 
 
 def test_a_tombstone_is_enough_to_recognise_a_duplicate() -> None:

@@ -21,7 +21,13 @@ from django.views.decorators.csrf import csrf_exempt
 
 from .. import db, fingerprints, inbox, keys
 from ..conf import conf
-from ..exceptions import ConfigurationError, IdempotencyError, InvalidKey, Mismatch, Refusal
+from ..exceptions import (
+    ConfigurationError,
+    IdempotencyError,
+    InvalidKey,
+    Mismatch,
+    Refusal,
+)
 from ..policies import Policy
 from . import stored
 from .deliveries import Delivery, NotBegun, NotYet, look_up, read_body
