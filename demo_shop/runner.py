@@ -1,4 +1,4 @@
-"""What `python -m demo_shop` does: prepare the data, run web server, worker and beat, stop them all."""
+"""What `python -m demo_shop` does: prepare the data, run the shop's processes, stop them all."""
 
 from __future__ import annotations
 
@@ -40,12 +40,14 @@ def main() -> int:
         with claim_data(), open_port(host) as listener:
             prepare_data()
             port = listener.getsockname()[1]
+            url = f"http://{reachable(host)}:{port}"
+            os.environ["PROVIDER_WEBHOOK_URL"] = f"{url}/webhooks/payments/"
             start(supervisor, listener)
             # The web server has its own copy; with ours open, a dead server would look like a slow one.
             listener.close()
             try:
-                if wait_until_up(supervisor, f"http://{reachable(host)}:{port}"):
-                    print(welcome(f"http://{reachable(host)}:{port}"), flush=True)
+                if wait_until_up(supervisor, url):
+                    print(welcome(url), flush=True)
                 watch(supervisor)
                 print("\nStopping.", flush=True)
             finally:
@@ -113,6 +115,7 @@ def start(supervisor: Supervisor, listener: socket.socket) -> None:
     worker = "celery -A demo_shop worker --concurrency 1 --loglevel INFO --without-mingle --without-gossip"
     supervisor.start("web", python + web.split(), pass_fds=[listener.fileno()])
     supervisor.start("worker", python + worker.split())
+    supervisor.start("relay", [*python, "django", "relay_outbox"])
     supervisor.start("beat", python + beat)
 
 
@@ -173,6 +176,7 @@ The shop is open.
   Admin  {url}/admin/    admin / {keepsake("admin-password")}
   API    {url}/api/      token {token}
   Logs   {DATA_DIR / "logs"}
+  Mail   {DATA_DIR / "mail"}
 
 Place an order:
   {order}

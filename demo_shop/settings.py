@@ -4,6 +4,7 @@ Everything a deployment changes comes from the environment or a `.env` file (`.e
 names). Without any, the shop runs on SQLite files and a file-based broker below `.var/demo/`.
 """
 
+import base64
 import importlib.util
 from pathlib import Path
 
@@ -117,6 +118,19 @@ DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
 
 # The fake provider thinks this long (seconds) about every new charge: time enough to lose a response.
 PROVIDER_LATENCY = env.float("PROVIDER_LATENCY", default=0.5)
+# Where it sends its webhooks (`python -m demo_shop` knows), and what both sides sign them with.
+PROVIDER_WEBHOOK_URL = env.str(
+    "PROVIDER_WEBHOOK_URL", default="http://127.0.0.1:8000/webhooks/payments/"
+)
+PROVIDER_WEBHOOK_SECRET = (
+    "whsec_" + base64.b64encode(keepsake("webhook-secret", length=24).encode()).decode()
+)
+
+# E-mails are files, unless a mail server is named (smtp://user:password@host:25).
+
+EMAIL_CONFIG = env.email_url("EMAIL_URL", default=f"filemail:///{DATA_DIR / 'mail'}")
+vars().update(EMAIL_CONFIG)
+DEFAULT_FROM_EMAIL = "The Once Shop <orders@shop.example>"
 
 # Accounts
 
@@ -148,6 +162,8 @@ REST_FRAMEWORK = {
 
 IDEMPOTENCY = {
     "RETENTION": env.int("IDEMPOTENCY_RETENTION", default=24 * 3600),
+    "STATUS_ROUTE": "operation-status",
+    "OUTBOX_PUBLISHER": "demo_shop.shop.tasks.publisher",
 }
 
 # Celery: the broker is a folder unless CELERY_BROKER_URL names a server.
@@ -161,16 +177,25 @@ if CELERY_BROKER_URL.startswith("filesystem:"):
     }
     for folder in CELERY_BROKER_TRANSPORT_OPTIONS.values():
         Path(folder).mkdir(parents=True, exist_ok=True)
+    CELERY_BROKER_TRANSPORT_OPTIONS["polling_interval"] = 0.2
     CELERY_WORKER_ENABLE_REMOTE_CONTROL = False  # one worker on one machine; it stops faster
 CELERY_BROKER_CONNECTION_RETRY_ON_STARTUP = True
 CELERY_TASK_IGNORE_RESULT = True
 CELERY_TASK_ACKS_LATE = True
+CELERY_TASK_REJECT_ON_WORKER_LOST = True
 CELERY_TASK_DEFAULT_QUEUE = "shop"
-CELERY_BEAT_SCHEDULE = BEAT_SCHEDULE
-if every := env.float("MAINTENANCE_EVERY", default=0):  # seconds; to watch the tasks work
-    CELERY_BEAT_SCHEDULE = {
-        name: {**entry, "schedule": every} for name, entry in BEAT_SCHEDULE.items()
-    }
+CELERY_BEAT_SCHEDULE = {
+    **BEAT_SCHEDULE,
+    "provider-webhooks": {
+        "task": "demo_shop.provider.tasks.deliver_webhooks",
+        "schedule": 1.0,
+        "options": {"expires": 5},
+    },
+}
+# Faster than a deployment needs it: people watch. Seconds; the outbox has a process of its own.
+MAINTENANCE_EVERY = env.float("MAINTENANCE_EVERY", default=2)
+for entry in ("idempotency-reconcile", "idempotency-complete"):
+    CELERY_BEAT_SCHEDULE[entry] = {**BEAT_SCHEDULE[entry], "schedule": MAINTENANCE_EVERY}
 
 # Static files are served from where they lie; nothing has to be collected first.
 

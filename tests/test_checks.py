@@ -192,6 +192,19 @@ def get_key(request: HttpRequest) -> None:
     return None
 
 
+class PublisherObject:
+    def publish(self, message: object) -> None:
+        """Sends nothing; it only has to look like a publisher."""
+
+
+publisher_object = PublisherObject()
+
+
+def test_a_publisher_may_be_an_object(settings: Any) -> None:
+    settings.IDEMPOTENCY = {"OUTBOX_PUBLISHER": "tests.test_checks.publisher_object"}
+    assert checks.check_settings() == []
+
+
 @pytest.mark.parametrize(
     ("value", "expected"),
     [

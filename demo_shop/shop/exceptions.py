@@ -17,5 +17,13 @@ class AlreadyPaid(ShopError):
     """The order is paid; paying again would be a second charge."""
 
 
+class AlreadyPaying(ShopError):
+    """A payment for the order is under way, or its outcome is not known yet."""
+
+
+class NotPaid(ShopError):
+    """Only a paid order can be refunded."""
+
+
 class PaymentRefused(ShopError):
     """The provider answered, and no money moved."""

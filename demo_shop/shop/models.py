@@ -12,9 +12,9 @@ from django.db import models, transaction
 from django.db.models import F
 from django.urls import reverse
 
-from demo_shop.provider import gateway
+from idempotency import outbox
 
-from .exceptions import AlreadyPaid, AlreadyPlaced, OutOfStock, PaymentRefused
+from .exceptions import AlreadyPlaced, OutOfStock
 
 MONEY = {"max_digits": 10, "decimal_places": 2}
 
@@ -124,12 +124,13 @@ class OrderManager(models.Manager["Order"]):
         id: uuid.UUID | None = None,  # noqa: A002 - the field's own name
         address: Address | None = None,
         till: str = "",
+        operation: uuid.UUID | None = None,
     ) -> Order:
-        """Place an order and take its goods out of stock, all or nothing.
+        """Place an order, take its goods out of stock, and have the customer told, all or nothing.
 
         With `id` (derived from the operation) the order's own primary key is a second line of
-        defence: it holds even when the idempotency record is long purged.
-        Raises AlreadyPlaced or OutOfStock.
+        defence: it holds even when the idempotency record is long purged. `operation` is the one that
+        pays for it. Raises AlreadyPlaced or OutOfStock.
         """
         lines = sorted(lines, key=lambda line: line[0].pk)  # one lock order for everybody
         with transaction.atomic(using=self.db):
@@ -140,6 +141,7 @@ class OrderManager(models.Manager["Order"]):
                 customer=customer,
                 address=address,
                 till=till or Order.Till.PROTECTED,
+                operation=operation,
                 total=sum((product.price * quantity for product, quantity in lines), Decimal(0)),
             )
             for product, quantity in lines:
@@ -148,6 +150,8 @@ class OrderManager(models.Manager["Order"]):
                 OrderLine(order=order, product=product, quantity=quantity, price=product.price)
                 for product, quantity in lines
             )
+            if operation is None:  # to be paid later; one that is paid at once has one e-mail
+                outbox.enqueue("order.placed", {"order": order.pk}, key=f"placed:{order.pk}")
         return order
 
 
@@ -161,6 +165,9 @@ class Order(models.Model):
     class Status(models.TextChoices):
         PLACED = "placed", "placed"
         PAID = "paid", "paid"
+        CANCELLED = "cancelled", "cancelled"
+        REFUNDING = "refunding", "being refunded"
+        REFUNDED = "refunded", "refunded"
 
     id = models.UUIDField(primary_key=True, default=uuid.uuid4, editable=False)
     customer = models.ForeignKey(
@@ -170,6 +177,8 @@ class Order(models.Model):
     till = models.CharField(max_length=12, choices=Till, default=Till.PROTECTED)
     status = models.CharField(max_length=10, choices=Status, default=Status.PLACED)
     total = models.DecimalField(**MONEY)
+    #: The operation that pays for it, or has paid. Nothing else may try meanwhile.
+    operation = models.UUIDField(null=True, blank=True, editable=False)
     created_at = models.DateTimeField(auto_now_add=True)
 
     objects = OrderManager()
@@ -191,31 +200,14 @@ class Order(models.Model):
         """The short name people use."""
         return self.pk.hex[:8].upper()
 
-    def pay(self, *, card: str, key: str) -> Payment:
-        """Charge the order to `card` at the provider, under the downstream key `key`.
+    def restock(self) -> None:
+        """Put its goods back on the shelf."""
+        for line in self.lines.select_related("product").order_by("product_id"):
+            line.product.adjust_stock(line.quantity)
 
-        Runs in the caller's transaction: nobody else can pay this order meanwhile. The provider's
-        charge cannot be rolled back, but the same `key` finds it again.
-        Raises AlreadyPaid or PaymentRefused.
-        """
-        with transaction.atomic():
-            current = Order.objects.select_for_update().get(pk=self.pk)
-            if current.status == Order.Status.PAID:
-                raise AlreadyPaid("This order is paid already.")
-            try:
-                charge = gateway.charge(
-                    account=f"shop-{current.till}",
-                    idempotency_key=key,
-                    amount=current.total,
-                    card=card,
-                    reference=current.number,
-                )
-            except gateway.ProviderError as error:
-                raise PaymentRefused(str(error)) from error
-            payment = Payment.objects.create(order=self, amount=charge.amount, charge_id=charge.pk)
-            self.status = Order.Status.PAID
-            self.save(update_fields=["status"])
-        return payment
+    def become(self, status: str) -> None:
+        self.status = status
+        self.save(update_fields=["status"])
 
 
 class OrderLine(models.Model):
@@ -246,3 +238,36 @@ class Payment(models.Model):
 
     def __str__(self) -> str:
         return f"{self.amount} for {self.order}"
+
+
+class SentMail(models.Model):
+    """An e-mail that went out; each kind goes out once per order."""
+
+    order = models.ForeignKey(Order, on_delete=models.CASCADE, related_name="mails")
+    kind = models.CharField(max_length=20)
+    created_at = models.DateTimeField(auto_now_add=True)
+
+    class Meta:
+        ordering = ["pk"]
+        constraints = [
+            models.UniqueConstraint(fields=["order", "kind"], name="shop_one_mail_of_a_kind")
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.order}"
+
+
+class PaymentEvent(models.Model):
+    """What the payment provider told us about an order, once however often it said so."""
+
+    #: No foreign key: an event may be about an order that was rolled back.
+    order_id = models.UUIDField(db_index=True)
+    event_id = models.CharField(max_length=80, unique=True)
+    type = models.CharField(max_length=40)
+    received_at = models.DateTimeField(auto_now_add=True)
+
+    class Meta:
+        ordering = ["pk"]
+
+    def __str__(self) -> str:
+        return self.type

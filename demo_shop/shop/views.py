@@ -9,6 +9,7 @@ from django.http import HttpRequest, HttpResponse
 from django.shortcuts import get_object_or_404, redirect, render
 from django.views.decorators.http import require_POST
 
+from demo_shop.provider import gateway
 from demo_shop.provider.models import Charge
 from idempotency.decorators import idempotent
 
@@ -73,6 +74,8 @@ def checkout(request: HttpRequest) -> HttpResponse:
         "cart": cart,
         "lines": [{"product": product.pk, "quantity": n} for product, n in cart.lines()],
         "address": request.user.addresses.order_by("pk").first() or Address(),
+        "modes": gateway.MODES,
+        "webhooks": gateway.WEBHOOKS,
     }
     return render(request, "shop/checkout.html", context)
 
@@ -88,16 +91,25 @@ def order(request: HttpRequest, pk: uuid.UUID) -> HttpResponse:
     order = get_object_or_404(
         Order.objects.select_related("address", "payment"), pk=pk, customer=request.user
     )
-    charges = Charge.objects.filter(reference=order.number)
-    return render(request, "shop/order.html", {"order": order, "charges": charges})
+    context = {
+        "order": order,
+        "charges": Charge.objects.filter(reference=str(order.pk)),
+        "mails": order.mails.all(),
+        "modes": gateway.MODES,
+        "webhooks": gateway.WEBHOOKS,
+    }
+    return render(request, "shop/order.html", context)
 
 
 @login_required
 def tills(request: HttpRequest) -> HttpResponse:
     """Two tills side by side: the same purchase with and without a key."""
-    return render(
-        request, "shop/tills.html", {"product": Product.objects.order_by("price").first()}
-    )
+    context = {
+        "product": Product.objects.order_by("price").first(),
+        "modes": gateway.MODES,
+        "webhooks": gateway.WEBHOOKS,
+    }
+    return render(request, "shop/tills.html", context)
 
 
 def cart_of(request: HttpRequest) -> Cart:

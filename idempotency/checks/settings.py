@@ -242,6 +242,8 @@ def _wrong_import(name: str, path: Any) -> CheckMessage | None:
             id="idempotency.E005",
         )
     is_right = _has_codec_methods(found) if name == "CODEC" else callable(found)
+    if name == "OUTBOX_PUBLISHER":
+        is_right = is_right or callable(getattr(found, "publish", None))
     if is_right and not (name == "CODEC" and isinstance(found, type)):
         return None
     wanted = "an object with encode() and decode()" if name == "CODEC" else "a callable"

@@ -82,7 +82,7 @@ def test_a_retried_payment_charges_once(demo: Demo, key: str) -> None:
     first = demo.post(f"/api/orders/{order['id']}/pay/", {"card": "tok_visa"}, key=key)
     again = demo.post(f"/api/orders/{order['id']}/pay/", {"card": "tok_visa"}, key=key)
     assert (first.status, again.status, again.replayed) == (201, 201, True)
-    assert again.json["charge"] == first.json["charge"]
+    assert again.body == first.body
     assert demo.get("/api/counters/")["protected"]["charges"] == before + 1
     assert demo.get(f"/api/orders/{order['id']}/")["status"] == "paid"
 
@@ -97,12 +97,13 @@ def test_a_paid_order_cannot_be_paid_with_a_new_key_either(demo: Demo) -> None:
 
 
 def test_a_declined_checkout_leaves_nothing_and_stays_declined(demo: Demo, key: str) -> None:
-    before = demo.get("/api/counters/")
+    before = demo.get("/api/counters/")["protected"]
     declined = {**basket(demo), "card": "tok_declined"}
     first = demo.post("/api/checkout/", declined, key=key)
     again = demo.post("/api/checkout/", declined, key=key)
     assert (first.status, again.status, again.replayed) == (402, 402, True)
-    assert demo.get("/api/counters/") == before
+    after = demo.get("/api/counters/")["protected"]
+    assert (after["orders"], after["charges"]) == (before["orders"], before["charges"])
 
 
 def test_only_the_till_with_a_key_survives_a_retry(demo: Demo, key: str) -> None:
@@ -125,7 +126,8 @@ def test_five_checkouts_at_once_with_one_key_are_one_purchase(demo: Demo, key: s
     assert {answer.status for answer in answers} <= {201, 409}
     assert [(a.status, a.replayed) for a in answers].count((201, False)) == 1
     after = demo.get("/api/counters/")["protected"]
-    assert after == {"orders": before["orders"] + 1, "charges": before["charges"] + 1}
+    assert after["orders"] == before["orders"] + 1
+    assert after["charges"] == before["charges"] + 1
 
 
 def test_an_address_put_three_times_without_a_key_is_one_row(demo: Demo, key: str) -> None:

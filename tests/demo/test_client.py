@@ -15,7 +15,7 @@ import pytest
 
 from .conftest import ROOT
 
-MODULE = ROOT / "demo_shop" / "shop" / "static" / "shop" / "idempotent-fetch.js"
+MODULE = ROOT / "idempotency" / "static" / "idempotency" / "idempotent-fetch.js"
 
 pytestmark = [
     pytest.mark.vendor("sqlite"),  # no database at all
@@ -41,6 +41,9 @@ def server() -> Iterator[Script]:
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             self.rfile.read(int(self.headers["Content-Length"]))
+            self.do_GET()
+
+        def do_GET(self) -> None:
             script.keys.append(self.headers["Idempotency-Key"])
             answer = script.answers[len(script.keys) - 1]
             if answer is LOST:
@@ -130,6 +133,32 @@ def test_it_gives_up_after_its_tries(server: Script, send: Any) -> None:
     server.keys.clear()
     server.answers = [(500, {}, None), (500, {}, None), (201, {}, {})]
     assert send(tries=2)[0] == 500
+
+
+def test_a_status_is_asked_for_until_nothing_changes_by_itself(server: Script) -> None:
+    states = [{"key_action": "wait", "status": "reconciling"}, {"key_action": None}]
+    server.answers = [
+        (200, {"Retry-After": "0"}, states[0]),
+        LOST,
+        (503, {}, None),
+        (200, {}, states[1]),
+    ]
+    code = f"""
+        import {{ follow }} from {json.dumps(MODULE.as_uri())};
+        const seen = [];
+        const last = await follow({json.dumps(server.url)}, {{ report: (state) => seen.push(state) }});
+        console.log(JSON.stringify([last, seen]));
+    """
+    assert json.loads(node(code)) == [states[1], states]
+
+
+def test_a_status_that_is_not_ours_ends_the_asking(server: Script) -> None:
+    server.answers = [(404, {}, {})]
+    code = f"""
+        import {{ follow }} from {json.dumps(MODULE.as_uri())};
+        console.log(JSON.stringify(await follow({json.dumps(server.url)})));
+    """
+    assert json.loads(node(code)) is None
 
 
 def test_an_intent_keeps_its_key_until_it_changes_or_is_done() -> None:

@@ -144,5 +144,10 @@ def test_a_child_that_dies_is_reported_and_nothing_is_left(start_demo: StartDemo
 
 def test_passwords_are_readable_by_their_owner_only(demo: Demo) -> None:
     kept: list[Any] = list((demo.data / "secrets").iterdir())
-    assert {path.name for path in kept} == {"secret-key", "admin-password", "customer-password"}
+    assert {path.name for path in kept} == {
+        "secret-key",
+        "webhook-secret",
+        "admin-password",
+        "customer-password",
+    }
     assert {path.stat().st_mode & 0o777 for path in kept} == {0o600}

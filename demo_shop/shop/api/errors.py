@@ -9,6 +9,7 @@ from rest_framework import status
 from rest_framework.exceptions import APIException
 
 from demo_shop.shop.exceptions import PaymentRefused, ShopError
+from idempotency.exceptions import StoredFailure
 
 
 class Refused(APIException):
@@ -21,11 +22,22 @@ class PaymentRequired(Refused):
     default_code = "payment_refused"
 
 
+class NoAnswer(APIException):
+    """The unprotected till knows no better: it says that something went wrong."""
+
+    status_code = status.HTTP_504_GATEWAY_TIMEOUT
+    default_code = "no_answer"
+    default_detail = "The payment provider does not answer."
+
+
 @contextmanager
 def refusals() -> Iterator[None]:
-    """Turn a ShopError raised inside into the matching API exception."""
+    """Turn a ShopError raised inside, now or at an earlier try, into the matching API exception."""
     try:
         yield
+    except StoredFailure as failure:
+        is_payment = failure.error_type.endswith(f".{PaymentRefused.__qualname__}")
+        raise (PaymentRequired if is_payment else Refused)(str(failure)) from failure
     except PaymentRefused as error:
         raise PaymentRequired(str(error)) from error
     except ShopError as error:

@@ -5,6 +5,7 @@ from typing import Any
 from django.db.models import QuerySet
 from rest_framework import serializers
 
+from demo_shop.provider import gateway
 from demo_shop.shop.models import Address, Order, OrderLine, Product
 
 
@@ -71,22 +72,27 @@ class OrderSerializer(serializers.ModelSerializer[Order]):
 
 
 class CardSerializer(serializers.Serializer[Any]):
+    """What pays, and what goes wrong meanwhile: the provider is a fake, and does as it is told."""
+
     card = serializers.CharField(
-        max_length=40, default="tok_visa", help_text="A card token; `tok_declined` is declined."
+        max_length=40,
+        default="tok_visa",
+        write_only=True,
+        help_text="A card token. `tok_declined` is declined, the bank of `tok_3ds` asks first.",
+    )
+    mode = serializers.ChoiceField(
+        list(gateway.MODES.items()), default="ok", write_only=True, help_text="The provider …"
+    )
+    webhooks = serializers.ChoiceField(
+        list(gateway.WEBHOOKS.items()),
+        default="once",
+        write_only=True,
+        help_text="The provider sends its webhooks …",
     )
 
 
 class CheckoutSerializer(CardSerializer, OrderSerializer):
     """An order and the card that pays for it."""
 
-    card = serializers.CharField(max_length=40, default="tok_visa", write_only=True)
-
     class Meta(OrderSerializer.Meta):
-        fields = [*OrderSerializer.Meta.fields, "card"]
-
-
-class PaymentSerializer(serializers.Serializer[Any]):
-    order = serializers.UUIDField(source="order_id")
-    amount = serializers.DecimalField(max_digits=10, decimal_places=2)
-    charge = serializers.UUIDField(source="charge_id")
-    created_at = serializers.DateTimeField()
+        fields = [*OrderSerializer.Meta.fields, "card", "mode", "webhooks"]

@@ -1,6 +1,8 @@
 from django.urls import include, path
 from rest_framework.routers import DefaultRouter
 
+from idempotency.contrib.rest_framework import OperationStatusView
+
 from . import views
 
 router = DefaultRouter(use_regex_path=False)
@@ -15,6 +17,11 @@ urlpatterns = [
         "unprotected/checkout/",
         views.UnprotectedCheckoutView.as_view(),
         name="unprotected-checkout",
+    ),
+    path(
+        "operations/<str:operation>/",
+        OperationStatusView.as_view(show_result=True),
+        name="operation-status",
     ),
     path("counters/", views.CountersView.as_view(), name="counters"),
 ]

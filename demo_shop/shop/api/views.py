@@ -8,7 +8,9 @@ from typing import Any
 from django.db import IntegrityError, transaction
 from django.db.models import QuerySet
 from django.http import Http404
+from django.http.response import HttpResponseBase
 from rest_framework import mixins, status, viewsets
+from rest_framework import serializers as drf
 from rest_framework.decorators import action
 from rest_framework.generics import GenericAPIView
 from rest_framework.permissions import AllowAny, IsAdminUser
@@ -16,13 +18,19 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 from rest_framework.views import APIView
 
+from demo_shop.provider import gateway
 from demo_shop.provider.models import Charge
-from demo_shop.shop.models import Address, Order, Payment, Product
+from demo_shop.shop import payments, webhooks
+from demo_shop.shop.exceptions import PaymentRefused
+from demo_shop.shop.models import Address, Order, Product, SentMail
+from idempotency import keys
 from idempotency.contrib.rest_framework import IdempotencyMixin
+from idempotency.exceptions import Refusal
+from idempotency.http.problems import problem, status_url
 from idempotency.policies import Policy
 
 from . import serializers
-from .errors import refusals
+from .errors import NoAnswer, refusals
 
 
 class ProductViewSet(IdempotencyMixin, viewsets.ReadOnlyModelViewSet):
@@ -100,11 +108,18 @@ class OrderViewSet(
     mixins.CreateModelMixin,
     viewsets.GenericViewSet,
 ):
-    """Orders of the signed-in customer. Placing and paying need an `Idempotency-Key`."""
+    """Orders of the signed-in customer. Placing and paying need an `Idempotency-Key`.
+
+    Paying is stepwise: no transaction may stay open while the provider thinks. Refunding and confirming
+    need no key: both can be said only once about an order, and saying it again changes nothing.
+    """
 
     serializer_class = serializers.OrderSerializer
     lookup_value_converter = "uuid"
-    idempotency_policy = Policy(required=True)
+    idempotency_policy = {
+        "create": Policy(required=True),
+        "pay": Policy(required=True, stepwise=True),
+    }
 
     def get_queryset(self) -> QuerySet[Order]:
         orders = Order.objects.filter(customer_id=self.request.user.pk)
@@ -118,74 +133,150 @@ class OrderViewSet(
         """Charge the order's total to a card."""
         serializer = self.get_serializer(data=request.data)
         serializer.is_valid(raise_exception=True)
-        payment = pay(request, self.get_object(), serializer.validated_data["card"])
-        return Response(serializers.PaymentSerializer(payment).data, status=status.HTTP_201_CREATED)
+        order = self.get_object()
+        with refusals():
+            paid = payments.pay_for(
+                key=request.operation.derive_key("pay"),
+                customer=request.user.pk,
+                order=order.pk,
+                **serializer.validated_data,
+            )
+        return answer(self, paid)
+
+    @action(detail=True, methods=["post"], serializer_class=drf.Serializer)
+    def confirm(self, request: Request, pk: uuid.UUID) -> Response:
+        """The customer is back from the bank: ask the provider what became of it, before its webhook."""
+        order = self.get_object()
+        key = keys.derive(order.operation, "charge") if order.operation else ""
+        charge = Charge.objects.filter(account=payments.ACCOUNT, idempotency_key=key).first()
+        if charge is not None and charge.status != Charge.Status.PENDING:
+            payments.learn(order, charge)
+        return Response(serializers.OrderSerializer(self.get_object()).data)
+
+    @action(detail=True, methods=["post"], serializer_class=drf.Serializer)
+    def refund(self, request: Request, pk: uuid.UUID) -> HttpResponseBase:
+        """Give the money back and take the goods back."""
+        try:
+            with refusals():
+                payments.refund(self.get_object())
+        except Refusal as refusal:  # it is being refunded right now
+            return problem(refusal, request)
+        return Response(serializers.OrderSerializer(self.get_object()).data)
+
+    @action(detail=True)
+    def evidence(self, request: Request, pk: uuid.UUID) -> Response:
+        """How often things happened that should happen once."""
+        order = self.get_object()
+        charges = Charge.objects.filter(reference=str(order.pk))
+        received, duplicates = webhooks.counts(order.pk)
+        return Response(
+            {
+                "charges": charges.that_moved_money().count(),
+                "emails": order.mails.count(),
+                "webhooks": received,
+                "duplicates": duplicates,
+            }
+        )
 
 
 class CheckoutView(IdempotencyMixin, GenericAPIView):
-    """Place an order and pay for it, in one intent."""
+    """Place an order and pay for it, in one intent: 201 when paid, 202 when the card's bank asks first.
+
+    409 `outcome-unknown` while nobody knows whether the card was charged; its `status_url` tells.
+    """
 
     serializer_class = serializers.CheckoutSerializer
-    idempotency_policy = Policy(required=True)
+    idempotency_policy = Policy(required=True, stepwise=True)
 
     def post(self, request: Request) -> Response:
-        return Response(check_out(self, request), status=status.HTTP_201_CREATED)
+        serializer = self.get_serializer(data=request.data)
+        serializer.is_valid(raise_exception=True)
+        data = serializer.validated_data
+        address = data.get("address")
+        with refusals():
+            paid = payments.check_out(
+                key=request.operation.derive_key("checkout"),
+                customer=request.user.pk,
+                lines=[[product.pk, quantity] for product, quantity in data["lines"]],
+                address=address.pk if address else None,
+                **{name: data[name] for name in ("card", "mode", "webhooks")},
+            )
+        return answer(self, paid)
 
 
 class UnprotectedCheckoutView(GenericAPIView):
-    """The same checkout as most shops have it: no key, so a retry is a second purchase."""
+    """The same checkout as many shops have it: no key, so a retry is a second purchase."""
 
     serializer_class = serializers.CheckoutSerializer
 
-    @transaction.atomic
     def post(self, request: Request) -> Response:
-        return Response(check_out(self, request), status=status.HTTP_201_CREATED)
+        serializer = self.get_serializer(data=request.data)
+        serializer.is_valid(raise_exception=True)
+        data = serializer.validated_data
+        with refusals():
+            order = Order.objects.place(
+                customer=request.user,
+                lines=data["lines"],
+                address=data.get("address"),
+                till=Order.Till.UNPROTECTED,
+            )
+            try:
+                charge = gateway.charge(
+                    account="shop-unprotected",
+                    idempotency_key=str(uuid.uuid4()),
+                    amount=order.total,
+                    reference=str(order.pk),
+                    **{name: data[name] for name in ("card", "mode", "webhooks")},
+                )
+            except gateway.ProviderError as error:
+                raise PaymentRefused(str(error)) from error
+            except gateway.ProviderTimeout as error:
+                raise NoAnswer from error
+        payments.confirm(order.pk, charge.pk, charge.amount)
+        return answer(self, {"order": order.pk, "status": "paid"})
 
 
 class CountersView(APIView):
     """What the whole shop sold, and what the provider took for it, by till."""
 
     def get(self, request: Request) -> Response:
+        received, duplicates = webhooks.counts()
         return Response(
             {
                 till: {
-                    "orders": Order.objects.filter(till=till).count(),
-                    "charges": Charge.objects.filter(account=f"shop-{till}").count(),
+                    "orders": Order.objects.filter(till=till)
+                    .exclude(status=Order.Status.CANCELLED)
+                    .count(),
+                    "charges": Charge.objects.that_moved_money()
+                    .filter(account=f"shop-{till}")
+                    .count(),
+                    "emails": SentMail.objects.filter(order__till=till).count(),
                 }
                 for till in Order.Till.values
             }
-            | {"addresses": Address.objects.filter(owner_id=request.user.pk).count()}
+            | {
+                "addresses": Address.objects.filter(owner_id=request.user.pk).count(),
+                "webhooks": {"received": received, "duplicates": duplicates},
+            }
         )
 
 
-def check_out(view: GenericAPIView, request: Request) -> Any:
-    """Place and pay; both tills run exactly this, the protected one inside an operation."""
-    serializer = view.get_serializer(data=request.data)
-    serializer.is_valid(raise_exception=True)
-    order = place(request, serializer.validated_data)
-    pay(request, order, serializer.validated_data["card"])
-    bought = [product.pk for product, _ in serializer.validated_data["lines"]]
-    request.user.cart.items.filter(product__in=bought).delete()
-    return view.get_serializer(order).data
-
-
 def place(request: Request, data: dict[str, Any]) -> Order:
-    """Place the order; inside an operation its id follows from the operation's."""
-    operation = getattr(request, "operation", None)
+    """Place an order that is paid for later. Its id follows from the operation's."""
     with refusals():
         return Order.objects.place(
             customer=request.user,
             lines=data["lines"],
             address=data.get("address"),
-            id=uuid.uuid5(operation.id, "order") if operation else None,
-            till=Order.Till.PROTECTED if operation else Order.Till.UNPROTECTED,
+            id=uuid.uuid5(request.operation.id, "order"),
         )
 
 
-def pay(request: Request, order: Order, card: str) -> Payment:
-    """Charge the order; inside an operation the provider's key follows from the operation's."""
-    operation = getattr(request, "operation", None)
-    with refusals():
-        return order.pay(
-            card=card, key=operation.derive_key("charge") if operation else str(uuid.uuid4())
-        )
+def answer(view: GenericAPIView, paid: dict[str, Any]) -> Response:
+    """The order as it is after `take_payment`."""
+    order = Order.objects.prefetch_related("lines").get(pk=paid["order"])
+    data = {**serializers.OrderSerializer(order, context=view.get_serializer_context()).data}
+    if paid["status"] != "requires_action":
+        return Response(data, status=status.HTTP_201_CREATED)
+    data |= {"action_url": paid["action_url"], "status_url": status_url(order.operation)}
+    return Response(data, status=status.HTTP_202_ACCEPTED)

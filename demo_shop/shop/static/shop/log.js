@@ -1,4 +1,4 @@
-// Shows the tries of `idempotent-fetch.js` to people.
+// Shows the tries of `idempotent-fetch.js`, and states of operations, to people.
 
 const brief = (text) => text.replace(/([0-9a-f]{8})-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}/g, "$1…");
 
@@ -17,6 +17,18 @@ function words(event) {
     }
   }
 }
+
+/** Shows `text` in the element `place`; `kind` is "good", "bad", "wait" or "". */
+export function say(place, text, kind = "") {
+  place.textContent = text;
+  place.className = `state ${kind}`;
+  place.hidden = false;
+}
+
+const KINDS = { succeeded: "good", failed: "bad", reversed: "bad" };
+
+/** A `report` function for `follow` that shows the operation's state in `place`. */
+export const showIn = (place) => (state) => say(place, `${state.title}. ${state.message}`, KINDS[state.status] ?? "wait");
 
 /** A `report` function for `send` that writes into the list element `list`. */
 export function logTo(list) {

@@ -1,6 +1,6 @@
 // Two tills, one retry loop. The right one sends a key.
 
-import { newKey, send } from "./idempotent-fetch.js";
+import { follow, newKey, send } from "../idempotency/idempotent-fetch.js";
 import { csrf, logTo } from "./log.js";
 
 const LOSE_AFTER = 250; // ms: the request has arrived, the provider is still thinking
@@ -8,7 +8,13 @@ const LOSE_AFTER = 250; // ms: the request has arrived, the provider is still th
 const page = document.getElementById("tills");
 const tills = [...page.querySelectorAll("[data-till]")];
 const mismatch = page.querySelector("[data-act=mismatch]");
-const purchase = (quantity) => ({ lines: [{ product: Number(page.dataset.product), quantity }], card: "tok_visa" });
+const fault = (name) => page.querySelector(`.faults [name=${name}]`);
+const purchase = (quantity) => ({
+  lines: [{ product: Number(page.dataset.product), quantity }],
+  card: "tok_visa",
+  mode: fault("mode").value,
+  webhooks: fault("webhooks").value,
+});
 
 let start; // the counters when this experiment began
 let intents = 0; // what the person wanted so far
@@ -22,7 +28,7 @@ async function count() {
   for (const till of tills) {
     const name = till.dataset.till;
     const delta = {};
-    for (const what of ["orders", "charges"]) {
+    for (const what of ["orders", "charges", "emails"]) {
       delta[what] = now[name][what] - start[name][what];
       till.querySelector(`[data-count=${what}]`).textContent = delta[what];
     }
@@ -30,6 +36,9 @@ async function count() {
     judge(till, delta);
   }
   page.querySelector("[data-count=addresses]").textContent = now.addresses;
+  for (const what of ["received", "duplicates"]) {
+    page.querySelector(`[data-count=${what}]`).textContent = now.webhooks[what] - start.webhooks[what];
+  }
 }
 
 function judge(till, { charges }) {
@@ -41,8 +50,10 @@ function judge(till, { charges }) {
 }
 
 async function buy(till, key, loseFirst) {
+  const options = { headers: csrf(), body: purchase(1), key, report: logTo(till.querySelector(".log")) };
   try {
-    await send(till.dataset.url, { headers: csrf(), body: purchase(1), key, loseFirst, report: logTo(till.querySelector(".log")) });
+    const { response, data } = await send(till.dataset.url, { ...options, loseFirst });
+    if (response.status === 409 && data?.status_url && (await follow(data.status_url))) await send(till.dataset.url, options);
   } catch {
     // Every try was lost; the log says so.
   }
@@ -51,7 +62,7 @@ async function buy(till, key, loseFirst) {
 const acts = {
   async pay() {
     intents += 1;
-    const loseFirst = page.querySelector("#lose").checked ? LOSE_AFTER : 0;
+    const loseFirst = fault("lose").checked ? LOSE_AFTER : 0;
     lastKey = newKey();
     // One till after the other: on SQLite, which has one writer, they would hold each other up.
     for (const till of tills) await buy(till, "keyed" in till.dataset ? lastKey : undefined, loseFirst);
@@ -90,9 +101,11 @@ page.addEventListener("click", async (event) => {
   } finally {
     clearInterval(watching);
     await count();
+setInterval(count, 2000); // e-mails and webhooks come later
     buttons.forEach((button) => (button.disabled = false));
     mismatch.disabled = !lastKey;
   }
 });
 
 count();
+setInterval(count, 2000); // e-mails and webhooks come later

@@ -80,6 +80,31 @@ export async function send(url, { method = "POST", headers = {}, body, key, trie
   }
 }
 
+/**
+ * Ask `url` (a `status_url`) until nothing changes by itself any more, as often as `Retry-After` asks.
+ *
+ * For a 409 `outcome-unknown`, which must not be sent again, and for a 202. `report(state)`: told of
+ * every answer. Resolves to the last state (offer a retry only if its `safe_to_retry` says so), null if
+ * there is none or `patience` (ms) is over.
+ */
+export async function follow(url, { headers = {}, patience = 120_000, report = () => {} } = {}) {
+  for (const end = Date.now() + patience; Date.now() < end; ) {
+    let wait = WAIT_BASE;
+    try {
+      const response = await fetch(url, { headers, credentials: "same-origin", signal: AbortSignal.timeout(TIMEOUT) });
+      if (response.status < 500 && !response.ok) return null;
+      const state = response.ok ? await response.json() : null;
+      if (state) report(state);
+      if (state && state.key_action !== "wait") return state;
+      wait = retryAfter(response) ?? wait;
+    } catch {
+      // No answer; asking again is harmless.
+    }
+    await new Promise((resolve) => setTimeout(resolve, Math.min(WAIT_MAX, Math.max(WAIT_BASE, wait))));
+  }
+  return null;
+}
+
 function worthAnotherTry(status, data) {
   if (status === 409) return data?.retryable === true;
   return status === 429 || status >= 500;
