@@ -47,7 +47,7 @@ def send(topic: str = "t", payload: Any = None, **kwargs: Any) -> OutboxMessage:
         return outbox.enqueue(topic, payload, **kwargs)
 
 
-def relayed(recorder: Recorder, **kwargs: Any) -> outbox.Summary:
+def relayed(recorder: Any, **kwargs: Any) -> outbox.Summary:
     return outbox.relay(publisher=recorder, **kwargs)
 
 

@@ -314,7 +314,7 @@ def test_what_is_no_publisher_is_refused_when_the_relay_is_made(settings: Any) -
     with pytest.raises(ConfigurationError, match="neither callable"):
         outbox.Relay()
     settings.IDEMPOTENCY |= {"OUTBOX_PUBLISHER": "tests.outboxes.Recorder"}
-    assert outbox.Relay().publish.__self__.messages == []
+    assert isinstance(getattr(outbox.Relay().publish, "__self__", None), Recorder)
 
 
 # Order

@@ -184,7 +184,7 @@ def test_the_running_handler_is_the_current_operation() -> None:
     outbox.handler("t", name="look")(lambda message: seen.append(engine.current()))
     send("t", 1)
     outbox.relay()
-    assert [operation.name for operation in seen] == ["look"]
+    assert [operation and operation.name for operation in seen] == ["look"]
 
 
 def test_handlers_are_found_in_the_outbox_handlers_module_of_an_app() -> None:

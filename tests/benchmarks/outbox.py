@@ -14,6 +14,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -43,7 +44,7 @@ def measure(rounds: int, seconds: float) -> None:
             for label, publisher in CASES:
                 run, publish = by_hand if label == HAND else by_relay, publishers[publisher]
                 fill(count, keys=100 if label == KEYED else 0)
-                rate = count / timed(lambda run=run, publish=publish: run(publish))
+                rate = count / timed(partial(run, publish))
                 if number:  # the first round only warms everything up
                     rates[label, publisher].append(rate)
                 elif (label, publisher) == CASES[0]:

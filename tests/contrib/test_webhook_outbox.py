@@ -115,7 +115,7 @@ def test_every_attempt_has_the_same_id_and_body_and_a_new_timestamp(
 
     class Clock(datetime):
         @classmethod
-        def now(cls, tz: Any = None) -> datetime:
+        def now(cls, tz: Any = None) -> Any:
             nonlocal now
             now += timedelta(seconds=2)
             return now
