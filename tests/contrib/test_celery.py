@@ -109,7 +109,9 @@ def test_a_key_of_arguments_makes_messages_one_intent(broker: Queue, key: Any) -
     send_receipt.delay(7)
     send_receipt.delay(order_id=7, note="")  # the same call, written in another way
     send_receipt.delay(8)
-    broker.work()
+    ended = broker.work()
+    assert [each.state for each in ended] == ["SUCCESS"] * 3
+    assert ended[0].value == ended[1].value
     assert (effects("receipt 7"), effects("receipt 8")) == (1, 1)
 
 
