@@ -833,6 +833,35 @@ def test_only_the_operations_database_opts_out_of_atomic_requests():
     assert operation(key, "other").status == "failed"
 
 
+class TwoPolicies(IdempotencyMixin, viewsets.ViewSet):
+    """Actions with operations on different databases."""
+
+    idempotency_policy = {"create": Policy(), "elsewhere": Policy(using="other")}
+
+    def create(self, request):
+        return Response([connections[alias].in_atomic_block for alias in ("default", "other")])
+
+    elsewhere = list = create
+
+
+urlpatterns += [
+    path("two-policies/", TwoPolicies.as_view({"post": "create", "get": "list"})),
+    path("two-policies/elsewhere/", TwoPolicies.as_view({"post": "elsewhere"})),
+]
+
+
+@pytest.mark.parametrize("url", ["/two-policies/", "/two-policies/elsewhere/"])
+def test_every_other_database_keeps_its_request_transaction(url, request):
+    """H04: an action opts out for its own operation's database, the rest is as the project set it."""
+    client = login()
+    states = send(client, url, new_key()).json()
+    assert states.count(True) == 1  # only the operation's
+
+    request.getfixturevalue("atomic_requests")
+    assert send(client, url, new_key()).json() == [True, True]
+    assert send(client, "/two-policies/", method="get").json() == [True, True]
+
+
 @pytest.mark.django_db(transaction=False, databases=["default", "other"])
 @pytest.mark.usefixtures("both_ways")
 def test_a_projects_testcases_go_on_after_an_exception():
@@ -975,6 +1004,25 @@ def test_a_response_that_cannot_be_rendered_rolls_back(kind):
     """F05, G15, hard case 13: REST framework renders late; here it happens inside the transaction."""
     first, second, count = twice(f"/kinds/?kind={kind}")
     assert (first.status_code, second.status_code, count) == (500, 500, 0)
+
+
+def wrapping(view):
+    """A decorator of the project's that answers with a response of its own."""
+
+    @functools.wraps(view)
+    def wrapper(*args, **kwargs):
+        return Response({"status": view(*args, **kwargs).status_code})
+
+    return wrapper
+
+
+urlpatterns.append(path("wrapped/", api_view(["POST"])(wrapping(idempotent()(created)))))
+
+
+def test_a_decorator_above_may_answer_with_another_response():
+    """J02: it is finalized like any response; the protected one is stored as it was."""
+    first, second, count = twice("/wrapped/")
+    assert (first.json(), second.json(), count) == ({"status": 201}, {"status": 201}, 1)
 
 
 def test_a_stream_is_delivered_once():
