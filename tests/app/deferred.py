@@ -49,3 +49,9 @@ async def asynchronous(order_id: int) -> int:
 def outer(amount: int) -> list[int]:
     """A task that runs another one inside itself."""
     return [pay.enqueue(amount).return_value, pay.enqueue(amount).return_value]
+
+
+@task
+def misuse(amount: int) -> int:
+    """Calls another task's function instead of enqueuing it: it has no id of its own then."""
+    return pay.call(amount)

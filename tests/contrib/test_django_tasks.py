@@ -116,6 +116,11 @@ def test_a_task_inside_a_task_has_its_own_id() -> None:
     assert effects("pay") == 2
 
 
+def test_a_function_called_inside_a_task_does_not_borrow_its_id() -> None:
+    assert failed_with(tasks.misuse.enqueue(1)) is TypeError
+    assert effects("pay") == 0
+
+
 def test_declared_failures_are_final() -> None:
     for _ in range(2):
         assert failed_with(tasks.sell.enqueue(1)) is StoredFailure
