@@ -476,6 +476,15 @@ def test_a_verifier_may_be_any_callable_or_a_method() -> None:
         assert deliver(view, headers={}).status_code == 400  # a KeyError in the verifier
 
 
+def test_a_verifier_that_returns_false_has_refused() -> None:
+    """As a callable that only compares would: ignoring its answer would let everybody in."""
+    view = one_effect(verify=lambda body, headers: False, delivery_id="body")
+    assert deliver(view).status_code == 401
+    assert nothing_is_kept()
+    view = one_effect(verify=lambda body, headers: True, delivery_id="body")
+    assert deliver(view).status_code == 200
+
+
 def test_a_view_without_source_or_verifier_says_so() -> None:
     for attributes in ({"source": ""}, {"verify": None}):
         request = RequestFactory().post("/", event(), content_type="application/json")
@@ -615,7 +624,8 @@ def test_a_place_that_does_not_exist_is_a_configuration_error(where: str) -> Non
 
 def test_ids_are_the_senders_own_per_source_and_endpoint() -> None:
     """RULES 113. A colon in a name does not make two endpoints one."""
-    places = [("a", "b:c"), ("a:b", "c"), ("a", ""), ("b", "")]
+    long = "é|" * 100
+    places = [("a", "b:c"), ("a:b", "c"), ("a", ""), ("b", ""), ("a", long), ("a", long + "x")]
     for source, endpoint in places * 2:
         view = one_effect(source=source, endpoint=endpoint)
         assert deliver(view).status_code == 200

@@ -19,7 +19,7 @@ from django.utils.decorators import classonlymethod
 from django.views import View
 from django.views.decorators.csrf import csrf_exempt
 
-from .. import db, fingerprints, inbox, keys
+from .. import db, fingerprints, inbox, keys, scopes
 from ..conf import conf
 from ..exceptions import (
     ConfigurationError,
@@ -56,7 +56,7 @@ class WebhookView(View):
     """Answers a sender that repeats itself: each delivery's handlers take effect once.
 
     Set `source` and `verify` (a verifier of this package, or any callable(body, headers) that raises
-    BadSignature), and register handlers with `@MyView.handles("order.*")`. A duplicate gets the
+    BadSignature or returns False), and register handlers with `@MyView.handles("order.*")`. A duplicate gets the
     success answer at once; a delivery whose handlers are running gets 409 with Retry-After; a failed
     handler makes it 500, and the redelivery runs only the handlers that have not succeeded. Requests
     that cannot be verified are answered 401 and leave nothing behind.
@@ -65,7 +65,7 @@ class WebhookView(View):
     #: Who sends; with `endpoint` it scopes the delivery ids.
     source: str = ""
     endpoint: str = ""
-    verify: Callable[[bytes, Mapping[str, str]], None] | None = None
+    verify: Callable[[bytes, Mapping[str, str]], object] | None = None
     #: "header:NAME", "json:FIELD.FIELD", "form:FIELD", "body" (digest of the bytes), or a
     #: callable(delivery). None: what the verifier knows of its sender.
     delivery_id: str | Callable[[Delivery], str] | None = None
@@ -255,7 +255,8 @@ class WebhookView(View):
         if not self.source or self.verify is None:
             raise ConfigurationError(f"{type(self).__name__} needs a source and a verifier")
         body = read_body(request, self.max_bytes)
-        self.verify(body, request.headers)
+        if self.verify(body, request.headers) is False:
+            raise BadSignature("the verifier returned False")
         delivery = Delivery(
             source=self.source,
             endpoint=self.get_endpoint(),
@@ -305,9 +306,7 @@ class WebhookView(View):
         is_running = False
         try:
             with inbox.receive(
-                consumer=keys.from_value(
-                    ("webhook", delivery.source, delivery.endpoint, handler.name)
-                ),
+                consumer=consumer_of(delivery, handler.name),
                 message_id=delivery.id,
                 payload=self.get_fingerprint(delivery),
                 policy=self.get_policy(),
@@ -338,6 +337,16 @@ class WebhookView(View):
             )
             return _answer(422, "Another body had this delivery id.")
         return _answer(refusal.status, str(refusal.title), again=_is_later(refusal))
+
+
+def consumer_of(delivery: Delivery, handler: str) -> str:
+    """The consumer that a handler is to the inbox: one for each source, endpoint and handler."""
+    consumer = keys.from_value(("webhook", delivery.source, delivery.endpoint, handler))
+    try:
+        scopes.encode(("inbox", consumer))
+    except ConfigurationError:  # too long
+        return inbox.digest(consumer)
+    return consumer
 
 
 def _answer(status: int, text: str, *, again: bool = False) -> HttpResponse:
