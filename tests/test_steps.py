@@ -696,13 +696,15 @@ def test_a_failure_from_outside_undoes_what_was_done() -> None:
     assert (find(key).status, len(undone)) == (Status.REVERSED, 1)
 
 
-def test_an_action_is_waited_for_longer_than_the_window() -> None:
+@pytest.mark.parametrize("tombstone", [True, False])
+def test_an_action_is_waited_for_longer_than_the_window(tombstone: bool) -> None:
     """Its steps are not forgotten: what they have done is still to be finished or undone."""
     key = new_key()
     run(key, action_body)
-    end_window(key)
+    end_window(key, tombstone=tombstone)
     purge()
     assert run(key, action_body) == {"redirect": "https://bank.example/"}
+    assert find(key).attempt == 1
     assert steps(key) == {"reserve": "done", "3-d-secure": "started"}
 
 
