@@ -243,6 +243,15 @@ def test_a_relay_survives_the_restart_of_its_database(
     def payloads() -> list[int]:
         return [line.payload for line in file.lines()]
 
+    def all_sent() -> None:
+        try:
+            eventually(lambda: not rows.filter(status="pending").exists(), "everything sent")
+        except AssertionError:
+            os.kill(child.pid, signal.SIGTERM)
+            child.result()  # raises what ended the relay, if anything did
+            raise
+
+    rows = OutboxMessage.objects.using("other")
     enqueue(range(300))
     file.before = lambda message: time.sleep(0.005)  # so that it is in the middle of them
     child = Child(run)
@@ -252,12 +261,11 @@ def test_a_relay_survives_the_restart_of_its_database(
     connections["other"].close()
     private.start()
     enqueue(range(300, 400))
-    rows = OutboxMessage.objects.using("other")
-    eventually(lambda: not rows.filter(status="pending").exists(), "everything sent")
+    all_sent()
     private.restart()  # while the relay is idle
     connections["other"].close()
     enqueue(range(400, 410))
-    eventually(lambda: not rows.filter(status="pending").exists(), "everything sent again")
+    all_sent()
     os.kill(child.pid, signal.SIGTERM)
     child.result()
     assert set(payloads()) == set(range(410))
