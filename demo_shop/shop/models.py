@@ -150,7 +150,8 @@ class OrderManager(models.Manager["Order"]):
                 OrderLine(order=order, product=product, quantity=quantity, price=product.price)
                 for product, quantity in lines
             )
-            if operation is None:  # to be paid later; one that is paid at once has one e-mail
+            # To be paid later. One that is paid at once has one e-mail, about that.
+            if operation is None and order.till == Order.Till.PROTECTED:
                 outbox.enqueue("order.placed", {"order": order.pk}, key=f"placed:{order.pk}")
         return order
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import http.cookiejar
 import json
 import os
 import re
@@ -10,16 +11,20 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 import pytest
 from django.db import connections
+from standardwebhooks import Webhook
 
 from tests.conftest import database_url
 
@@ -51,6 +56,8 @@ class Demo:
     said: str = ""
     #: Product ids in the catalogue's order.
     products: list[int] = field(default_factory=list)
+    tokens: dict[str, str] = field(default_factory=dict)
+    shell: subprocess.Popen[str] | None = None
 
     @property
     def url(self) -> str:
@@ -64,6 +71,17 @@ class Demo:
 
     def password(self, user: str) -> str:
         return re.search(rf"{user} / (\S+)", self.said)[1]
+
+    def token_of(self, user: str) -> str:
+        """A token: a password is hashed on every request, which is slow on purpose."""
+        if user not in self.tokens:
+            code = f"""
+from django.contrib.auth.models import User
+from rest_framework.authtoken.models import Token
+print(Token.objects.get_or_create(user=User.objects.get(username={user!r}))[0].key)
+"""
+            self.tokens[user] = self.run(code)
+        return self.tokens[user]
 
     @property
     def token(self) -> str:
@@ -82,9 +100,8 @@ class Demo:
         headers = {"Content-Type": "application/json", "Accept": "application/json"}
         if user == "customer":
             headers["Authorization"] = f"Token {self.token}"
-        elif user:  # Basic: a password is hashed on every request, which is slow on purpose
-            login = f"{user}:{self.password(user)}".encode()
-            headers["Authorization"] = "Basic " + base64.b64encode(login).decode()
+        elif user:
+            headers["Authorization"] = f"Token {self.token_of(user)}"
         if key:
             headers["Idempotency-Key"] = key
         body = None if data is None else json.dumps(data).encode()
@@ -96,24 +113,98 @@ class Demo:
     def get(self, path: str, **kwargs: Any) -> Any:
         return self.send("GET", path, **kwargs).json
 
+    def order(self, order: dict[str, Any]) -> Any:
+        return self.get(f"/api/orders/{order['id']}/")
+
+    def evidence(self, order: dict[str, Any]) -> Any:
+        """How often what should happen once has happened for this order, by now."""
+        return self.get(f"/api/orders/{order['id']}/evidence/")
+
+    def until(self, is_so: Callable[[], Any], seconds: float = 60) -> None:
+        """Wait until it is so; what works in the background decides when."""
+        deadline = time.monotonic() + seconds
+        while not is_so():
+            assert time.monotonic() < deadline, "it did not come to be"
+            time.sleep(0.2)
+
+    def settled(self, url: str) -> Any:
+        """The operation's state once nothing changes by itself any more."""
+        self.until(lambda: self.get(url)["key_action"] != "wait")
+        return self.get(url)
+
+    def answer_bank(self, path: str, answer: str) -> None:
+        """What a person does on the bank's page."""
+        jar = urllib.request.HTTPCookieProcessor(http.cookiejar.CookieJar())
+        browser = urllib.request.build_opener(jar, StayThere)
+        page = fetch(urllib.request.Request(self.url + path), browser).body.decode()
+        token = re.search(r'name="csrfmiddlewaretoken" value="([^"]+)"', page)[1]
+        form = urllib.parse.urlencode({"csrfmiddlewaretoken": token, "answer": answer}).encode()
+        assert fetch(urllib.request.Request(self.url + path, form), browser).status == 302
+
+    def send_webhook(self, event_id: str, event: str, order: dict[str, Any]) -> int:
+        """A webhook as the provider signs it, about the order's charge; the shop's status."""
+        charge = order["action_url"].split("/")[2]
+        data = {"charge": charge, "reference": order["id"], "amount": order["total"]}
+        body = json.dumps({"type": event, "data": data})
+        secret = base64.b64encode((self.data / "secrets" / "webhook-secret").read_bytes()).decode()
+        now = datetime.now(UTC)
+        headers = {
+            "Content-Type": "application/json",
+            "webhook-id": event_id,
+            "webhook-timestamp": str(int(now.timestamp())),
+            "webhook-signature": Webhook(f"whsec_{secret}").sign(event_id, now, body),
+        }
+        url = f"{self.url}/webhooks/payments/"
+        return fetch(urllib.request.Request(url, body.encode(), headers)).status
+
     def stop(self, signum: signal.Signals = signal.SIGTERM) -> int:
+        if self.shell is not None:
+            self.shell.communicate(timeout=60)
         self.process.send_signal(signum)
         self.process.communicate(timeout=60)
         return self.process.returncode
 
     def run(self, code: str) -> str:
         """What Python `code` prints that is run inside the shop, with its settings and its data."""
-        setup = "import django; django.setup(); from demo_shop.shop.factories import *\n"
-        done = subprocess.run(
-            [sys.executable, "-c", setup + code],
-            env={**self.environment, "DJANGO_SETTINGS_MODULE": "demo_shop.settings"},
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout.strip()
+        if self.shell is None:
+            self.shell = subprocess.Popen(
+                [sys.executable, "-c", SHELL],
+                env={**self.environment, "DJANGO_SETTINGS_MODULE": "demo_shop.settings"},
+                cwd=ROOT,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+        self.shell.stdin.write(json.dumps(code) + "\n")
+        self.shell.stdin.flush()
+        is_right, said = json.loads(self.shell.stdout.readline())
+        assert is_right, said
+        return said.strip()
+
+
+#: One process for all code, because starting Django takes longer than the tests.
+SHELL = """
+import contextlib, django, io, json, sys, traceback
+django.setup()
+from django.db import connections
+for line in sys.stdin:
+    out, is_right = io.StringIO(), True
+    with contextlib.redirect_stdout(out):
+        try:
+            exec("from demo_shop.shop.factories import *\\n" + json.loads(line), {})
+        except BaseException:
+            is_right = False
+            traceback.print_exc(file=out)
+    connections.close_all()
+    print(json.dumps([is_right, out.getvalue()]), flush=True)
+"""
+
+
+class StayThere(urllib.request.HTTPRedirectHandler):
+    """Does not follow: the page behind a redirect may want a login."""
+
+    def redirect_request(self, *args: Any) -> None:
+        return None
 
 
 def fetch(request: urllib.request.Request, opener: Any = None) -> Answer:
@@ -137,7 +228,8 @@ def environment(data: Path, **changes: str) -> dict[str, str]:
         "SECRET_KEY": "",
         "HOST": "127.0.0.1",
         "PORT": "0",
-        "PROVIDER_LATENCY": "0.2",
+        "PROVIDER_LATENCY": "0.1",
+        "MAINTENANCE_EVERY": "0.5",
         **changes,
     }
 

@@ -75,19 +75,21 @@ def test_the_printed_requests_show_an_order_and_its_replay(demo: Demo) -> None:
     assert demo.get("/api/orders/")["count"] == before + 1
 
 
-def test_web_workers_celery_worker_and_beat_run(demo: Demo) -> None:
+def test_web_workers_celery_worker_beat_and_relay_run(demo: Demo) -> None:
     commands = [" ".join(process.cmdline()) for process in processes_of(demo.data)]
     assert sum("gunicorn" in command for command in commands) >= 3  # the master and two workers
     assert any("celery" in command and " worker " in command for command in commands)
     assert any("celery" in command and " beat " in command for command in commands)
+    assert any(" relay_outbox" in command for command in commands)
 
 
 @on_sqlite
 def test_nothing_survives_and_a_second_run_keeps_the_data(start_demo: StartDemo) -> None:
+    """And a child that dies is reported, and nothing survives that either."""
     demo = start_demo()
     run_curl(demo.curls[0])
-    assert len(processes_of(demo.data)) >= 6
-    assert demo.stop(signal.SIGTERM) == 0
+    assert len(processes_of(demo.data)) >= 7
+    assert demo.stop(signal.SIGINT) == 0
     assert gone(demo.data)
 
     second = start_demo()
@@ -95,22 +97,28 @@ def test_nothing_survives_and_a_second_run_keeps_the_data(start_demo: StartDemo)
     assert second.token == demo.token
     assert second.get("/api/orders/")["count"] == 1
     assert second.get("/api/products/")["count"] == 8
-    assert second.stop(signal.SIGINT) == 0
+
+    next(each for each in processes_of(second.data) if "beat" in each.cmdline()).kill()
+    said, _ = second.process.communicate(timeout=60)
+    assert second.process.returncode == 1
+    assert "beat process ended (SIGKILL)" in said
     assert gone(second.data)
 
 
-@on_sqlite
-def test_the_worker_takes_tasks_from_the_embedded_broker(start_demo: StartDemo) -> None:
-    """Beat sends the purge, the broker's folder carries it, the worker runs it."""
-    demo = start_demo(MAINTENANCE_EVERY="1")
-    log = demo.data / "logs" / "worker.log"
-    deadline = time.monotonic() + 60
-    while (
-        "idempotency.tasks.purge_expired" not in (text := log.read_text())
-        or "succeeded" not in text
-    ):
-        assert time.monotonic() < deadline, text
-        time.sleep(0.2)
+def test_an_order_is_paid_and_mailed_by_relay_worker_and_beat(demo: Demo, key: str) -> None:
+    """Order, outbox, task, e-mail file; beat, the provider's webhook, order paid: all real processes."""
+    body = {"lines": [{"product": demo.products[0], "quantity": 1}]}
+    order = demo.post("/api/checkout/", {**body, "card": "tok_3ds"}, key=key).json
+    demo.answer_bank(order["action_url"], "approve")
+    demo.until(lambda: demo.order(order)["status"] == "paid")
+    demo.until(lambda: demo.evidence(order)["emails"])
+    mails = [path.read_text() for path in (demo.data / "mail").iterdir()]
+    (mail,) = [text for text in mails if f"Order {order['number']} is paid" in text]
+    assert "To: customer@shop.example" in mail
+    assert demo.evidence(order)["webhooks"] >= 2
+    state = demo.get(order["status_url"])
+    demo.until(lambda: demo.get(order["status_url"])["status"] == "succeeded")
+    assert state["references"] == [{"name": "order", "value": order["id"]}]
 
 
 @on_sqlite
@@ -130,16 +138,6 @@ def test_two_demos_do_not_share_their_data(demo: Demo) -> None:
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 1
     assert "DEMO_DATA_DIR" in said
-
-
-@on_sqlite
-def test_a_child_that_dies_is_reported_and_nothing_is_left(start_demo: StartDemo) -> None:
-    demo = start_demo()
-    next(each for each in processes_of(demo.data) if "beat" in each.cmdline()).kill()
-    said, _ = demo.process.communicate(timeout=60)
-    assert demo.process.returncode == 1
-    assert "beat process ended (SIGKILL)" in said
-    assert gone(demo.data)
 
 
 def test_passwords_are_readable_by_their_owner_only(demo: Demo) -> None:

@@ -11,7 +11,7 @@ function words(event) {
     case "waiting":
       return ["wait", `Trying again in ${(event.wait / 1000).toFixed(1)} s`, ""];
     case "answered": {
-      const order = event.data?.number ? `order ${event.data.number}` : (event.data?.detail ?? event.data?.title ?? "");
+      const order = event.data?.number ? `order ${event.data.number}` : (event.data?.title ?? event.data?.detail ?? "");
       const kind = event.status < 300 ? "good" : "bad";
       return [event.replayed ? "replay" : kind, `${event.status} ${order}`, event.replayed ? "Idempotent-Replayed: true" : ""];
     }
