@@ -23,6 +23,7 @@ from .conf import conf
 from .exceptions import ConfigurationError, IllegalTransition
 from .executions import send, settle
 from .models import (
+    FINAL,
     TRANSITIONS,
     EventKind,
     Operation,
@@ -180,8 +181,7 @@ def resolve(
     Raises IllegalTransition when the operation was settled, or went on, since it was read: whoever
     comes first decides.
     """
-    if not isinstance(answer, Confirmed | Absent | Outcome):
-        raise TypeError(f"{answer!r} settles nothing: give Confirmed, Absent or an Outcome")
+    _check(answer)
     using = operation.using
     with transaction.atomic(using):
         locked = db.lock(using, operation.pk, wait=True)
@@ -227,6 +227,7 @@ def resolve_by_reference(
     while its operation is still processing finds nothing to settle: answer it with success all the
     same; should the operation become `reconciling`, its reconciler asks.
     """
+    _check(answer)
     alias = using or conf.USING
     references = Reference.objects.using(alias).filter(name=name, value=Reference.shortened(value))
     waiting = Operation.objects.using(alias).filter(
@@ -242,6 +243,13 @@ def resolve_by_reference(
     return resolved
 
 
+def _check(answer: object) -> None:
+    if not isinstance(answer, Confirmed | Absent | Outcome):
+        raise TypeError(f"{answer!r} settles nothing: give Confirmed, Absent or an Outcome")
+    if isinstance(answer, Outcome) and answer.status not in FINAL:
+        raise IllegalTransition(f"{answer.status!r} is no outcome")
+
+
 def _policy(operation: Operation, policy: Policy | None) -> Policy:
     found = _reconcilers.get(operation.name)
     return policy or (found.policy if found is not None else None) or Policy()
@@ -250,7 +258,7 @@ def _policy(operation: Operation, policy: Policy | None) -> Policy:
 def _settle(
     operation: Operation, outcome: Outcome, policy: Policy | None, step: Step | None, status: str
 ) -> None:
-    if outcome.status not in TRANSITIONS[status] or outcome.status == Status.PROCESSING:
+    if outcome.status not in TRANSITIONS[status]:
         raise IllegalTransition(f"operation {operation.pk} cannot go to {outcome.status}")
     using = operation.using
     if outcome.status == Status.FAILED:

@@ -44,6 +44,7 @@ from idempotency.reconciliation import (
 from idempotency.retention import purge
 from tests import shops
 from tests.callers import effects, events, intent, is_replay, new_key, post, problem, succeed
+from tests.processes import in_threads
 from tests.shops import age, age_all, find
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -293,6 +294,23 @@ def test_a_webhook_settles_by_the_providers_reference_and_may_come_twice() -> No
     assert find(key).status == Status.SUCCEEDED
 
 
+def test_an_answer_that_is_none_is_an_error_not_a_late_webhook() -> None:
+    key = in_doubt()
+    for answer, error in ((None, TypeError), (Outcome(status="processing"), IllegalTransition)):
+        with pytest.raises(error):
+            resolve_by_reference(f"ch-{key}", answer, evidence="webhook")  # type: ignore[arg-type]
+    assert find(key).status == Status.RECONCILING
+
+
+def test_webhooks_at_once_settle_once() -> None:
+    key = in_doubt()
+
+    def webhook() -> int:
+        return len(resolve_by_reference(f"ch-{key}", Confirmed(), evidence="webhook"))
+
+    assert sum(in_threads([webhook] * 6)) == 1
+
+
 def test_a_reference_of_another_kind_is_not_the_providers() -> None:
     key = in_doubt()
     find(key).refer("order", 42)
@@ -491,6 +509,16 @@ def test_a_function_that_ends_with_a_stored_failure_is_settled() -> None:
     with pytest.raises(StoredFailure):
         shops.pay(key, "asked")
     assert find(key).status == Status.REVERSED
+
+
+def test_a_function_that_does_not_know_either_waits_for_the_reconciler() -> None:
+    key = new_key()
+    begun = engine.begin(shops.pay.idempotency_intent((key, "unprotected"), {}))  # type: ignore[attr-defined]
+    assert not isinstance(begun, engine.Replay)
+    shops.provider.behaviour = "charged"
+    age(key=key)
+    assert complete_abandoned() == Report(asked=1, waiting=1)
+    assert find(key).status == Status.RECONCILING
 
 
 def test_a_function_that_is_gone_is_tried_later_and_handed_over_in_the_end() -> None:

@@ -562,6 +562,25 @@ def test_a_failed_attempt_gives_the_lease_back_at_once() -> None:
     assert begin(key).operation.attempt == 2
 
 
+def test_a_failure_that_cannot_be_recorded_is_raised_all_the_same_and_its_lease_lapses(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    key = new_key()
+
+    def away(*args: Any) -> None:
+        raise OperationalError("the database is away")
+
+    monkeypatch.setattr("idempotency.steps.note", away)
+    assert isinstance(
+        attempt(key, lambda operation: operation.step("a", Calls(KeyError()))), KeyError
+    )
+    assert "could not be recorded" in caplog.text
+    monkeypatch.undo()
+    assert find(key).lease_expires_at is not None
+    lapse(key)
+    assert run(key, lambda operation: operation.step("a", Calls())) == 1
+
+
 def test_attempts_grow_over_the_reuse_of_a_key_and_steps_start_anew() -> None:
     key, reserve = new_key(), Calls()
 
@@ -980,6 +999,28 @@ def test_async_functions_have_steps_and_calls_of_their_own() -> None:
     assert async_to_sync(pay)(False) == [1, "ch_1"]
     assert async_to_sync(pay)(False) == [1, "ch_1"]
     assert (len(reserve), charges, find(key).attempt) == (1, [False, False], 2)
+
+
+def test_a_recorded_async_call_is_not_made_again() -> None:
+    key, charges = new_key(), []
+
+    async def charge() -> str:
+        charges.append(1)
+        return "ch_1"
+
+    @idempotent_function(name="async", key=lambda: key, stepwise=True)
+    async def pay() -> str:
+        operation = engine.current()
+        assert operation is not None
+        found = await operation.acall("charge", charge)
+        if operation.attempt == 1:
+            raise ConnectionError
+        return found
+
+    with pytest.raises(ConnectionError):
+        async_to_sync(pay)()
+    assert async_to_sync(pay)() == "ch_1"
+    assert charges == [1]
 
 
 @pytest.mark.parametrize(
