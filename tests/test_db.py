@@ -159,6 +159,18 @@ def test_a_server_that_is_not_there_is_transient() -> None:
         assert db.is_transient(error_of(connections["nowhere"].ensure_connection))
 
 
+@postgresql
+def test_a_server_that_has_become_a_replica_is_unavailable_and_nothing_runs() -> None:
+    """After a failover the old primary answers, but takes no writes (HARD_CASES 6)."""
+    execute("SET default_transaction_read_only = on")
+    key, ran = callers.new_key(), []
+    response = callers.post(callers.effect_view(before=lambda: ran.append(1)), key)
+    assert (response.status_code, callers.problem(response)) == (503, "unavailable")
+    assert not ran
+    connection.close()
+    assert callers.post(callers.effect_view(), key).status_code == 201
+
+
 @sqlite
 def test_a_busy_sqlite_database_is_transient() -> None:
     def blocked() -> Exception:
