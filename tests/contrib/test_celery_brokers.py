@@ -153,34 +153,34 @@ def test_six_copies_at_once(at_work: Broker) -> None:
     assert effects(label) == 1
 
 
-def test_a_hard_time_limit_leaves_the_key_free(at_work: Broker, held: Held, tmp_path: Path) -> None:
+def test_a_hard_time_limit_leaves_the_key_free(at_redis: Broker, held: Held) -> None:
     """BUGS O02."""
     label = new_label()
-    at_work.send("tests.limited", label, str(held.directory))
+    at_redis.send("tests.limited", label, str(held.directory))
     victim = held.started()
     eventually(lambda: victim not in held.pids(), "the time limit kills the process")
     assert effects(label) == 0
     held.let_go()
-    at_work.send("tests.limited", label, str(held.directory))
+    at_redis.send("tests.limited", label, str(held.directory))
     succeeded(label)
     assert effects(label) == 1
 
 
 @pytest.mark.parametrize("terminate", [False, True], ids=["before the start", "while it runs"])
 def test_a_revoked_task_does_not_block_its_key(
-    at_work: Broker, held: Held, terminate: bool
+    at_redis: Broker, held: Held, terminate: bool
 ) -> None:
     """BUGS O04."""
     label, task_id = new_label(), str(uuid.uuid4())
     headers = {"idempotency_key": task_id}
     options = {} if terminate else {"countdown": 3600}
-    first = at_work.send("tests.held", label, str(held.directory), headers=headers, **options)
+    first = at_redis.send("tests.held", label, str(held.directory), headers=headers, **options)
     victim = held.started() if terminate else None
-    at_work.sender.control.revoke(first.id, terminate=terminate, signal="SIGKILL")
+    at_redis.sender.control.revoke(first.id, terminate=terminate, signal="SIGKILL")
     if victim:
         eventually(lambda: victim not in held.pids(), "the process is terminated")
     held.let_go()
-    at_work.send("tests.held", label, str(held.directory), headers=headers)
+    at_redis.send("tests.held", label, str(held.directory), headers=headers)
     succeeded(task_id)
     assert effects(label) == 1
 
