@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 from django.db import (
     DatabaseError,
     InterfaceError,
+    InternalError,
     OperationalError,
     connections,
     transaction,
@@ -93,7 +94,9 @@ class Execution:
                 if not self._relock():
                     return
                 self._write(outcome)
-        except (OperationalError, InterfaceError) as error:
+        except (DatabaseError, InterfaceError) as error:
+            if not isinstance(error, OperationalError | InterfaceError | InternalError):
+                raise
             # The effects are rolled back; a retry finds out the same by itself.
             logger.warning(
                 "failure of operation %s was not stored: %s",
