@@ -13,7 +13,7 @@ from django.db import transaction
 from django.db.models import Q
 from django.utils.module_loading import import_string
 
-from . import compensation, db, encoding, engine, signals
+from . import claims, compensation, db, encoding, ownership, signals
 from .conf import conf
 from .exceptions import ConfigurationError, Mismatch, Refusal, StoredFailure
 from .executions import send
@@ -68,11 +68,11 @@ def submit(function: Callable[P, Any], *args: P.args, **kwargs: P.kwargs) -> uui
         raise ConfigurationError(
             f"submit() takes a stepwise @idempotent_function at module level, not {function!r}"
         )
-    using, fresh = intent.policy.using, engine.first_row(intent)
+    using, fresh = intent.policy.using, claims.first_row(intent)
     with transaction.atomic(using):
         is_new, found = db.claim(using, fresh.__dict__, 0, None)
         if found is not None and found.is_final and found.forgotten and not found.is_waiting:
-            is_new = engine.renew(fresh, intent)
+            is_new = claims.renew(fresh, intent)
         elif found is not None and not intent.fingerprint.matches(found.fingerprint):
             raise Mismatch(operation_id=found.pk)
         if is_new:
@@ -129,7 +129,7 @@ def _compensate(operation: Operation) -> None:
     if not operation.steps.using(using).filter(name=compensation.COMPENSATING).exists():
         return
     policy = Policy(using=using, stepwise=True, on_interrupted="rerun")
-    execution = engine.lease(operation, policy.resolved())
+    execution = ownership.lease(operation, policy.resolved())
     outcome = None if execution is None else compensation.pending(execution)
     if execution is not None and outcome is not None:
         execution.complete(outcome)

@@ -11,7 +11,7 @@ import pytest
 from django.contrib.auth.models import Permission
 from django.db import DatabaseError, IntegrityError, OperationalError, connection, transaction
 
-from idempotency import engine, executions, keys
+from idempotency import engine, executions, keys, ownership
 from idempotency.exceptions import (
     IdempotencyError,
     InProgress,
@@ -487,6 +487,7 @@ def test_waiting_for_the_first_ends(key: str, wait: float, monkeypatch: pytest.M
 
     with running(lambda: engine.run(intent(key), handler).replayed, inside, go_on):
         monkeypatch.setattr(engine, "time", clock)
+        monkeypatch.setattr(ownership, "time", clock)
         with pytest.raises(InProgress):
             run(key, wait=wait)
     assert wait <= sum(clock.slept) <= wait + 0.1  # every look at the lock takes some milliseconds

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import uuid
+from contextlib import suppress
 from math import ceil
 from typing import Any
 
@@ -55,10 +56,8 @@ def find(request: Any, identifier: str, policy: Policy) -> Operation | None:
     except (AnonymousKey, InvalidKey):
         return None
     ids = [keys.operation_id(scope, key)]
-    try:
+    with suppress(ValueError):
         ids.append(uuid.UUID(key))
-    except ValueError:
-        pass
     using = resolved.using
     is_leased = ExpressionWrapper(
         Q(lease_expires_at__gt=db.now(using)), output_field=BooleanField()
