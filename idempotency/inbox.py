@@ -10,7 +10,7 @@ import json
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -65,9 +65,11 @@ def receive(
     RolledBack if the block ends although its transaction cannot be committed, and
     ConfigurationError for a stepwise policy, whose steps would not be one transaction.
     """
-    resolved = (policy or Policy(retention=RETENTION)).resolved()
-    if resolved.stepwise:
+    given = policy or Policy()
+    if given.stepwise:
         raise ConfigurationError("inbox.receive is one transaction; it cannot be stepwise")
+    # The project's defaults for views do not shorten what a sender's schedule needs.
+    resolved = replace(given, retention=given.retention or RETENTION, stepwise=False).resolved()
     fingerprint = (
         fingerprints.of(payload) if isinstance(payload, bytes) else fingerprints.of_value(payload)
     )

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from django.db import DatabaseError, connection, transaction
+from django.test import override_settings
 from django.utils import timezone
 
 from idempotency import engine, inbox, outbox, retention
@@ -378,3 +379,13 @@ def test_the_purge_leaves_a_turn_alone_that_somebody_holds() -> None:
         purged = Child(lambda: retention.purge() and Turn.objects.count())
         assert purged.result() == 1
     assert Turn.objects.count() == 1
+
+
+@pytest.mark.django_db(transaction=True)
+@override_settings(IDEMPOTENCY={"STEPWISE": True, "RETENTION": 60})
+def test_the_projects_defaults_for_views_change_nothing_for_consumers():
+    with inbox.receive(consumer="billing", message_id="m-1", policy=Policy(wait=0)) as message:
+        assert message.is_new
+    found = Operation.objects.get(pk=message.operation.pk)
+    assert found.finished_at is not None and found.expires_at is not None
+    assert found.expires_at - found.finished_at == inbox.RETENTION
