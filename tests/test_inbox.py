@@ -387,5 +387,6 @@ def test_the_projects_defaults_for_views_change_nothing_for_consumers():
     with inbox.receive(consumer="billing", message_id="m-1", policy=Policy(wait=0)) as message:
         assert message.is_new
     found = Operation.objects.get(pk=message.operation.pk)
-    assert found.finished_at is not None and found.expires_at is not None
+    assert found.finished_at is not None
+    assert found.expires_at is not None
     assert found.expires_at - found.finished_at == inbox.RETENTION
