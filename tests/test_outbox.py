@@ -193,6 +193,13 @@ def test_nothing_is_published_inside_a_transaction_neither_the_callers_nor_the_r
     send()
     with pytest.raises(RuntimeError), transaction.atomic():
         relayed(recorder)
+    transaction.set_autocommit(False)
+    try:
+        with pytest.raises(RuntimeError, match="autocommit"):
+            relayed(recorder)
+    finally:
+        transaction.rollback()
+        transaction.set_autocommit(True)
     assert recorder.messages == []
     open_transactions = []
     recorder.before = lambda message: open_transactions.append(

@@ -17,7 +17,6 @@ from django.db.models import F, QuerySet
 
 from .. import db
 from ..models import MessageStatus, OutboxMessage, new_owner
-from . import clock
 from .messages import Message
 from .statements import KEY, OWNER, PK, Row, Statements, statements
 
@@ -53,7 +52,7 @@ class Claim:
 
     def retry(self, pk: int, after: float, error: str) -> int:
         """Let the message be taken again `after` seconds from now."""
-        available = clock.now(self.using, after=after)
+        available = db.now(self.using, after=after)
         return self._mine([pk]).update(owner="", available_at=available, last_error=error)
 
     def dead(self, pk: int, error: str, *, tried: bool = True) -> int:
@@ -61,13 +60,13 @@ class Claim:
             owner="",
             attempts=F("attempts") - (0 if tried else 1),
             status=MessageStatus.DEAD,
-            available_at=clock.now(self.using),
+            available_at=db.now(self.using),
             last_error=error,
         )
 
     def give_back(self, pks: Collection[int]) -> int:
         """These were not tried: the attempt does not count."""
-        now = clock.now(self.using)
+        now = db.now(self.using)
         return self._mine(pks).update(owner="", available_at=now, attempts=F("attempts") - 1)
 
 
@@ -78,6 +77,7 @@ class Claims:
         self.using = using
         self.size = size
         self.lease = lease
+        self._begun = False
         #: Whether there was more than the last claim took, and whether it was of few ordering keys.
         self._more = False
         self._crowded = True
@@ -89,6 +89,13 @@ class Claims:
         one; it may be called several times. Raises RuntimeError inside a transaction: a message must
         not be published before its claim is committed.
         """
+        if db.in_transaction(self.using) and not connections[self.using].in_atomic_block:
+            if not self._begun:
+                raise RuntimeError(
+                    "A relay needs autocommit: its claim must commit before it publishes."
+                )
+            reset(self.using)
+        self._begun = True
         sql = statements(self.using)
         if finish is None and not self._more and not sql.ask(sql.is_due, []):
             return None  # an idle relay takes no locks
@@ -106,7 +113,7 @@ class Claims:
                 retriable = connection.features.has_select_for_update and db.is_transient(error)
                 if connection.in_atomic_block or not retriable or attempt == _TRIES:
                     raise
-                db.drop_if_broken(self.using)
+                reset(self.using)
         if finish is not None:
             finish()
         return None
@@ -124,6 +131,16 @@ class Claims:
             raise _Interfered
         messages = tuple(_message(self.using, row) for row in chosen)
         return Claim(self.using, owner, messages, started)
+
+
+def reset(using: str) -> None:
+    """Let the next statement open another connection, unless this one is well.
+
+    A block whose connection broke may leave it behind with autocommit off.
+    """
+    connection = connections[using]
+    if connection.connection is not None and not (connection.autocommit and connection.is_usable()):
+        connection.close()
 
 
 def claim(using: str, size: int, lease: float) -> Claim | None:

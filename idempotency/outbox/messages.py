@@ -12,14 +12,12 @@ from functools import cached_property
 from typing import Any
 
 from django.core.serializers.json import DjangoJSONEncoder
-from django.db import connections
 from django.utils import timezone
 
-from .. import engine, keys
+from .. import db, engine, keys
 from ..conf import conf
 from ..exceptions import ConfigurationError, IdempotencyError
 from ..models import MessageStatus, OutboxMessage
-from . import clock
 
 #: Longest topic, in characters.
 MAX_TOPIC = 200
@@ -99,7 +97,7 @@ def enqueue(
     operation = engine.current()
     if using is None:
         using = (operation._state.db if operation is not None else None) or conf.USING
-    if connections[using].get_autocommit():
+    if not db.in_transaction(using):
         raise ConfigurationError(
             f"outbox.enqueue({topic!r}) needs an open transaction on {using!r}: the message must commit "
             f"together with what it tells about. Use transaction.atomic(using={using!r}) around both."
@@ -126,7 +124,7 @@ def enqueue(
 
 
 def _insert(using: str, message: OutboxMessage, available: Any, *, is_keyed: bool) -> OutboxMessage:
-    message.created_at = clock.now(using)
+    message.created_at = db.now(using)
     message.available_at = available
     rows = OutboxMessage.objects.using(using)
     if is_keyed:
@@ -145,9 +143,9 @@ def _insert(using: str, message: OutboxMessage, available: Any, *, is_keyed: boo
 
 def _available(using: str, not_before: object) -> Any:
     if not_before is None:
-        return clock.now(using)
+        return db.now(using)
     if isinstance(not_before, timedelta):
-        return clock.now(using, after=not_before.total_seconds())
+        return db.now(using, after=not_before.total_seconds())
     if not isinstance(not_before, datetime) or timezone.is_naive(not_before):
         raise ValueError("outbox.enqueue: not_before takes an aware datetime or a timedelta")
     return not_before

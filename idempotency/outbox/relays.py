@@ -10,6 +10,7 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TypeVar
 
 from django.db import DatabaseError, InterfaceError, OperationalError, connections
@@ -17,8 +18,7 @@ from django.db import DatabaseError, InterfaceError, OperationalError, connectio
 from .. import db
 from ..conf import conf
 from ..models import describe_error
-from . import clock
-from .claims import Claim, Claims
+from .claims import Claim, Claims, reset
 from .messages import Message, PermanentFailure, PublishFailed, RetryAfter
 from .publishers import Publish, Publisher, resolve
 
@@ -47,9 +47,14 @@ class Summary:
     dead: int = 0
 
 
+def seconds(duration: float | timedelta) -> float:
+    """A duration as settings may give it, in seconds."""
+    return duration.total_seconds() if isinstance(duration, timedelta) else float(duration)
+
+
 def backoff(attempt: int) -> float:
     """Seconds to wait after this attempt failed: doubling, capped, with jitter of up to a half."""
-    first, most = clock.seconds(conf.OUTBOX_BACKOFF), clock.seconds(conf.OUTBOX_BACKOFF_MAX)
+    first, most = seconds(conf.OUTBOX_BACKOFF), seconds(conf.OUTBOX_BACKOFF_MAX)
     delay = min(most, first * 2.0 ** min(attempt - 1, 60))
     return random.uniform(delay / 2, delay)  # noqa: S311 (spreads load, guards nothing)
 
@@ -94,11 +99,11 @@ class Relay:
     ) -> None:
         self.using = using or conf.USING
         self.batch_size = batch_size or conf.OUTBOX_BATCH_SIZE
-        self.interval = clock.seconds(conf.OUTBOX_INTERVAL if interval is None else interval)
+        self.interval = seconds(conf.OUTBOX_INTERVAL if interval is None else interval)
         self.publish = resolve(conf.OUTBOX_PUBLISHER if publisher is None else publisher)
         self.summary = Summary()
         self.stopping = False
-        self.lease = clock.seconds(conf.OUTBOX_LEASE)
+        self.lease = seconds(conf.OUTBOX_LEASE)
         self._claims = Claims(self.using, self.batch_size, self.lease)
         self._last: _Batch | None = None
 
@@ -159,7 +164,7 @@ class Relay:
         if connections[self.using].in_atomic_block or not db.is_transient(error):
             raise error
         logger.warning("outbox relay: database %r does not answer, trying again", self.using)
-        db.drop_if_broken(self.using)
+        reset(self.using)
 
     def _sleep(self, seconds: float) -> None:
         # In slices: a sleep goes on after a signal handler has returned.

@@ -8,9 +8,10 @@ from datetime import datetime, timedelta
 
 from django.db.models import Count, Min, Q, QuerySet
 
+from .. import db
 from ..conf import conf
 from ..models import MessageStatus, OutboxMessage
-from . import clock
+from .relays import seconds
 
 #: Rows per statement.
 BATCH_SIZE = 1000
@@ -33,7 +34,7 @@ def backlog(using: str | None = None) -> Backlog:
     """Count the messages of the database `using` that are not sent."""
     using = using or conf.USING
     pending = Q(status=MessageStatus.PENDING)
-    due = pending & Q(available_at__lte=clock.now(using))
+    due = pending & Q(available_at__lte=db.now(using))
     counts = (
         OutboxMessage.objects.using(using)
         .filter(~Q(status=MessageStatus.SENT))
@@ -63,7 +64,7 @@ def redrive(messages: QuerySet[OutboxMessage]) -> int:
         )
         redriven += rows.update(
             status=MessageStatus.PENDING,
-            available_at=clock.now(using),
+            available_at=db.now(using),
             attempts=0,
             owner="",
         )
@@ -107,7 +108,7 @@ def _purge(
     deadline = None if max_seconds is None else time.monotonic() + max_seconds
     rows = OutboxMessage.objects.using(using)
     # `available_at` of a message that is done is the time of its last attempt, and has the index.
-    old = Q(status=status, available_at__lte=clock.now(using, after=-clock.seconds(age)))
+    old = Q(status=status, available_at__lte=db.now(using, after=-seconds(age)))
     deleted = 0
     while pks := list(
         rows.filter(old).order_by("available_at").values_list("pk", flat=True)[:batch_size]

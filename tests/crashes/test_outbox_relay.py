@@ -22,6 +22,7 @@ from idempotency import inbox, outbox
 from idempotency.models import MessageStatus, OutboxMessage
 from idempotency.outbox import relays
 from tests.app.models import Effect
+from tests.callers import sever
 from tests.crashes.points import Points
 from tests.outboxes import File, Recorder, fill, make_due, row, send, statuses
 from tests.processes import Child, Died, Signal, eventually
@@ -302,3 +303,19 @@ def test_a_mark_that_fails_for_a_moment_is_written_again(
     assert len(recorder.messages) == 1
     assert row(message).status == MessageStatus.SENT
     assert failures == []
+
+
+@pytest.mark.vendor("postgresql", "mysql")
+def test_a_connection_that_breaks_with_autocommit_off_is_replaced(file: File) -> None:
+    """What a block leaves behind when even its rollback finds nobody to talk to."""
+    send("t", 1)
+    worker = outbox.Relay(publisher=file)
+
+    def break_off(message: outbox.Message) -> None:
+        sever()
+        connections["default"].autocommit = False
+
+    file.after = break_off
+    worker.run(once=True)
+    assert worker.summary == outbox.Summary(sent=1)
+    assert [line.payload for line in file.lines()] == [1]
