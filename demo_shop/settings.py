@@ -10,6 +10,7 @@ from pathlib import Path
 
 import django
 import environ
+from kombu.transport import TRANSPORT_ALIASES
 
 from idempotency.tasks import BEAT_SCHEDULE
 
@@ -170,6 +171,7 @@ IDEMPOTENCY = {
 
 CELERY_BROKER_URL = env.str("CELERY_BROKER_URL", default="filesystem://localhost")
 if CELERY_BROKER_URL.startswith("filesystem:"):
+    TRANSPORT_ALIASES["filesystem"] = "demo_shop.broker:Transport"
     CELERY_BROKER_TRANSPORT_OPTIONS = {
         "data_folder_in": str(DATA_DIR / "broker" / "messages"),
         "data_folder_out": str(DATA_DIR / "broker" / "messages"),

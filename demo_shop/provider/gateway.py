@@ -29,7 +29,7 @@ MODES = {
     "ok": "answers",
     "slow": "is slow",
     "charged": "charges, its answer is lost",
-    "lost": "never sees the first request",
+    "lost": "misses the first call",
 }
 #: How the provider sends its webhooks, by name.
 WEBHOOKS = {
@@ -100,6 +100,8 @@ def charge(
 def _attempt(account: str, key: str) -> Iterator[bool]:
     """Whether this is the first call with the key; others see that it is under way."""
     attempt, is_first = Attempt.objects.get_or_create(account=account, idempotency_key=key)
+    if not is_first:
+        Attempt.objects.filter(pk=attempt.pk).update(started_at=timezone.now(), finished_at=None)
     try:
         yield is_first
     finally:

@@ -59,3 +59,6 @@ form?.addEventListener("submit", async (event) => {
   }
   button.disabled = Boolean(done);
 });
+
+// A page that the back button brings back as it was left would show an old state.
+addEventListener("pageshow", (event) => event.persisted && location.reload());

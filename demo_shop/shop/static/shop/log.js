@@ -25,7 +25,7 @@ export function say(place, text, kind = "") {
   place.hidden = false;
 }
 
-const KINDS = { succeeded: "good", failed: "bad", reversed: "bad" };
+const KINDS = { succeeded: "good", failed: "bad", reversed: "" };
 
 /** A `report` function for `follow` that shows the operation's state in `place`. */
 export const showIn = (place) => (state) => say(place, `${state.title}. ${state.message}`, KINDS[state.status] ?? "wait");

@@ -85,3 +85,6 @@ refund?.addEventListener("click", async () => {
 count();
 setInterval(count, 2000);
 if (operation) watch();
+
+// A page that the back button brings back as it was left would show an old state.
+addEventListener("pageshow", (event) => event.persisted && location.reload());
