@@ -110,6 +110,9 @@ def _is_lock_timeout(error: OperationalError) -> bool:
     return bool(error.args) and error.args[0] == 1205
 
 
+#: What tells one plain operation from another when it is claimed.
+PLAIN = ("id", "scope", "key", "name", "fingerprint", "owner", "arguments")
+
 #: Makes the transaction it is executed in commit without waiting for the disk (PostgreSQL).
 UNFLUSHED = "set_config('synchronous_commit', 'off', true)"
 
@@ -184,9 +187,16 @@ class Statements:
                 f"ON CONFLICT ({q('id')}) DO NOTHING RETURNING 1) "
                 "SELECT (SELECT 1 FROM claimed), found.* FROM found"
             )
-            # Its commit need not wait for the disk: the log is flushed in order, so the commit of
+            # The usual one: planning a join and constants that are always the same costs a fifth of
+            # it. Its commit need not wait for the disk: the log is flushed in order, so the commit of
             # the effects flushes the claim too, and a crash before that leaves nothing to protect.
-            self.claim_alone = self.claim.replace("RETURNING 1", f"RETURNING {UNFLUSHED}")
+            columns = ", ".join(map(q, (*PLAIN, "status", "attempt", "created_at", "due_at")))
+            self.claim_plain = (
+                f"WITH found AS ({self.read}), claimed AS (INSERT INTO {t} ({columns}) "
+                f"SELECT {', '.join(['%s'] * len(PLAIN))}, 'processing', 1, {now}, {self.after} "
+                f"WHERE NOT EXISTS (SELECT 1 FROM found) "
+                f"ON CONFLICT ({q('id')}) DO NOTHING RETURNING {UNFLUSHED}) TABLE found"
+            )
         elif self.is_mariadb:
             owner = f"{t}.{q('owner')}"
             self.claim = (
@@ -335,7 +345,8 @@ def claim(
 ) -> tuple[bool, Operation | None]:
     """Insert the operation unless it exists. Returns (is it new, the row that was there).
 
-    (False, None) means the row vanished meanwhile (purged) or appeared just now: ask again.
+    (False, None) means the row vanished meanwhile (purged) or appeared just now: ask again. A plain
+    operation is called new also when it appeared just now: its lock, or its owner, tells.
     Never waits for an executor that holds the row's lock. `due` and `lease` are in seconds.
     """
     connection = connections[using]
@@ -359,8 +370,12 @@ def claim(
     with connection.cursor() as cursor:
         if sql.vendor == "postgresql":
             # A claim that is evidence of an interrupted attempt must survive a crash by itself.
-            is_evidence = lease is not None or in_transaction(using)
-            cursor.execute(sql.claim if is_evidence else sql.claim_alone, [key, *params])
+            if lease is None and not in_transaction(using):
+                plain = [values[name] for name in PLAIN[1:]]
+                cursor.execute(sql.claim_plain, [key, key, *plain, due])
+                row = cursor.fetchone()
+                return row is None, None if row is None else _operation(connection, pk, row)
+            cursor.execute(sql.claim, [key, *params])
             row = cursor.fetchone()
             if row[0]:
                 return True, None

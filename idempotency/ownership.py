@@ -34,6 +34,7 @@ def execute(operation: Operation, intent: Intent, *, is_ours: bool) -> AnyExecut
         return lease(operation, intent.policy, give_up=intent.give_up)
     using = intent.policy.using
     pauses = iter(LOCK_PAUSES)
+    just_claimed = is_ours
     while True:
         block = transaction.atomic(using)
         joined = db.in_transaction(using)
@@ -54,6 +55,8 @@ def execute(operation: Operation, intent: Intent, *, is_ours: bool) -> AnyExecut
             continue
         if locked is not None and not locked.leased:
             return None  # somebody finished or took over meanwhile: the next claim reads what
+        if just_claimed:
+            return None  # perhaps a rival came first: the next claim reads whose row it is
         pause = next(pauses, None)
         if pause is None or locked is not None or db.in_transaction(using):
             if locked is None and db.read(using, operation.pk) is None:
