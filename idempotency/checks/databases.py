@@ -105,7 +105,7 @@ def _abilities(connection: BaseDatabaseWrapper) -> Iterator[CheckMessage]:
         "mysql": "MariaDB 10.6 or MySQL 8.0.1",
         "sqlite": "SQLite 3.35",
     }[vendor]
-    # The same features that db.py goes by.
+    # The same features that `db` goes by.
     lacks = (
         "INSERT … RETURNING"
         if vendor == "sqlite" and not features.can_return_columns_from_insert

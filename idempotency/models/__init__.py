@@ -1,6 +1,6 @@
 """The tables. `Operation` is one user intent; everything else is about it.
 
-Rows on the request path are written by `db.py`; the ORM serves admin, maintenance and tests.
+Rows on the request path are written by `db`; the ORM serves admin, maintenance and tests.
 """
 
 from .messages import MessageStatus, OutboxMessage, Turn

@@ -120,7 +120,7 @@ class Operation(models.Model):
 
     #: Set while this process executes the operation.
     execution: Any = None
-    # Answers of the database's clock, filled in by db.py.
+    # Answers of the database's clock, filled in by `db`.
     expired: bool = False
     forgotten: bool = False
     event_count: int = 0

@@ -1,7 +1,7 @@
 """The statements a relay repeats for every batch.
 
 Written out, because building them with the ORM would cost about as much as running them. Nothing here
-depends on the kind of database but what `db.py` and Django's features say.
+depends on the kind of database but what `db` and Django's features say.
 """
 # ruff: noqa: S608 (table and columns come from the model, ids from the database; values are bound)
 
