@@ -73,7 +73,8 @@ def _plain(value: Any, place: str) -> Any:
         if TAG not in value and all(type(key) is str for key in value):
             return {key: _plain(item, f"{place}[{key!r}]") for key, item in value.items()}
         return _tagged(
-            "dict", [[_plain(k, f"{place} key"), _plain(v, f"{place}[…]")] for k, v in value.items()]
+            "dict",
+            [[_plain(k, f"{place} key"), _plain(v, f"{place}[…]")] for k, v in value.items()],
         )
     if kind in _ENCODERS:
         tag, encode = _ENCODERS[kind]
@@ -102,7 +103,9 @@ def _tagged(tag: str, value: Any) -> dict[str, Any]:
 
 def _dotted(kind: type, place: str) -> str:
     if "<" in kind.__qualname__:
-        raise TypeError(f"{place}: {kind.__qualname__} is local to a function; it cannot be found again")
+        raise TypeError(
+            f"{place}: {kind.__qualname__} is local to a function; it cannot be found again"
+        )
     return f"{kind.__module__}:{kind.__qualname__}"
 
 

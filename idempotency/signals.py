@@ -7,7 +7,9 @@ anything else): `operation_replayed` and `operation_taken_over` nothing more, `o
 
 from django.dispatch import Signal
 
-operation_finished = Signal()  # succeeded, failed, requires_action or reversed: see operation.status
+operation_finished = (
+    Signal()
+)  # succeeded, failed, requires_action or reversed: see operation.status
 operation_replayed = Signal()
 operation_refused = Signal()
 operation_attempt_failed = Signal()
