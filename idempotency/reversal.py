@@ -34,13 +34,17 @@ def reverse(operation: Operation, *, reason: str) -> None:
     operation.refresh_from_db(fields=["status"])
 
 
-def _run(operation_id: str, reason: str, using: str) -> None:
+def _run(operation_id: str, reason: str, using: str, attempt: int | None = None) -> None:
+    """`attempt` is the completer's: a reversal that comes late must not undo the key's next life."""
     original = Operation.objects.using(using).get(pk=uuid.UUID(operation_id))
+    if attempt not in (None, original.attempt):
+        raise _changed(original)
     if original.status not in REVERSIBLE:
         raise IllegalTransition(
             f"operation {original.pk} is {original.status}; only one that succeeded can be reversed"
         )
-    call = {"function": f"{__name__}._run", "args": [operation_id, reason, using], "kwargs": {}}
+    args = [operation_id, reason, using, original.attempt]
+    call = {"function": f"{__name__}._run", "args": args, "kwargs": {}}
     intent = functions.intent_of(
         "idempotency.reverse",
         # The attempt tells the lives of one key apart: each has its own steps to undo.
@@ -65,7 +69,10 @@ def _run(operation_id: str, reason: str, using: str) -> None:
 def _undo(reversal: StepwiseExecution, original: Operation, reason: str) -> None:
     using = reversal.using
     # Read again: whoever had the lease before may have reversed it, longer ago than is remembered.
-    original.refresh_from_db(fields=["status"])
+    owner = original.owner
+    original.refresh_from_db(fields=["status", "owner"])
+    if original.owner != owner:
+        raise _changed(original)
     if original.status == Status.REVERSED:
         return
     steps = Step.objects.using(using).filter(operation_id=original.pk).order_by("-id")
@@ -80,7 +87,11 @@ def _undo(reversal: StepwiseExecution, original: Operation, reason: str) -> None
             .update(status=Status.REVERSED)
         )
         if not changed:
-            raise IllegalTransition(f"operation {original.pk} changed while it was being reversed")
+            raise _changed(original)
         original.status = Status.REVERSED
         add_event(original, EventKind.REVERSED, reason)
         send(signals.operation_finished, original)
+
+
+def _changed(original: Operation) -> IllegalTransition:
+    return IllegalTransition(f"operation {original.pk} changed while it was being reversed")

@@ -113,6 +113,20 @@ def test_the_next_life_of_a_key_is_reversed_by_itself(key: str) -> None:
     assert (find(key).status, shops.stock(key)) == (Status.REVERSED, 0)
 
 
+def test_the_completer_does_not_finish_a_reversal_at_the_next_life_of_the_key(
+    key: str, no_refunds: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConnectionError):
+        reverse(key)
+    end_window(key)
+    shops.provider.honours_keys = False
+    shops.pay(key, "asked")
+    no_refunds.undo()
+    age()
+    assert complete_abandoned().settled == 0
+    assert (find(key).status, refunds(key), shops.stock(key)) == (Status.SUCCEEDED, 0, -2)
+
+
 @pytest.mark.parametrize(
     ("behaviour", "style", "status"),
     [
