@@ -176,6 +176,7 @@ def test_a_search_that_finds_nothing_says_what_that_means(staff: Client, pasted:
 
 
 def test_what_is_unfinished_for_long_can_be_listed(staff: Client) -> None:
+    """BUGS B12."""
     make("done")
     make("stuck", status=Status.PROCESSING)
     make("unknown", status=Status.RECONCILING)
@@ -332,6 +333,7 @@ def add_story(operation: Operation) -> None:
 
 
 def test_an_operation_is_told_from_claim_to_end(staff: Client) -> None:
+    """BUGS U05."""
     operation = make("order-42", expires_at=FUTURE, tombstone_until=FUTURE)
     add_story(operation)
     text, queries = get(staff, detail(operation))

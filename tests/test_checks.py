@@ -322,6 +322,7 @@ def test_the_server_of_this_run_is_able_to_do_everything() -> None:
 
 @pytest.mark.django_db
 def test_a_server_that_is_too_old_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """BUGS I06."""
     name = (
         "can_return_columns_from_insert"
         if connection.vendor == "sqlite"
@@ -334,6 +335,7 @@ def test_a_server_that_is_too_old_is_an_error(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.vendor("mysql")
 @pytest.mark.django_db
 def test_a_table_without_transactions_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """BUGS H12."""
     with connection.cursor() as cursor:
         cursor.execute("CREATE TABLE without_transactions (id int) ENGINE=MyISAM")
         try:

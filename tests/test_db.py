@@ -173,6 +173,8 @@ def test_a_server_that_has_become_a_replica_is_unavailable_and_nothing_runs() ->
 
 @sqlite
 def test_a_busy_sqlite_database_is_transient() -> None:
+    """BUGS I05."""
+
     def blocked() -> Exception:
         execute("PRAGMA busy_timeout = 1")
         return error_of(lambda: Effect.objects.create(label="blocked"))
@@ -364,6 +366,7 @@ def as_mysql(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @mysql
 def test_the_branch_for_mysql_runs_once_and_replays(as_mysql: None) -> None:
+    """BUGS I07."""
     key = callers.new_key()
     first = engine.run(intent(key), callers.succeed)
     again = engine.run(intent(key), callers.succeed)

@@ -108,6 +108,7 @@ def test_a_first_success_writes_no_event(key: str) -> None:
 
 
 def test_another_body_is_refused_before_anything_is_replayed(key: str) -> None:
+    """BUGS E03."""
     run(key)
     with pytest.raises(Mismatch):
         run(key, "another value")
@@ -151,6 +152,7 @@ def test_a_claimed_operation_without_an_executor_is_taken_over(key: str) -> None
 
 
 def test_after_the_window_the_tombstone_refuses_and_then_the_key_is_new(key: str) -> None:
+    """BUGS L04."""
     first = run(key, tombstone=3600)
     age(key, tombstone=False)
     with pytest.raises(KeyExpired):
@@ -166,12 +168,14 @@ def test_after_the_window_the_tombstone_refuses_and_then_the_key_is_new(key: str
 
 
 def test_without_a_tombstone_the_key_is_new_after_the_window(key: str) -> None:
+    """BUGS L03."""
     run(key)
     age(key)
     assert not run(key).replayed
 
 
 def test_a_new_life_may_be_another_request(key: str) -> None:
+    """BUGS L02."""
     run(key)
     age(key)
     assert not run(key, "another value").replayed
@@ -201,6 +205,7 @@ def test_a_new_life_keeps_counting_attempts_and_nothing_else(key: str) -> None:
 def test_the_clock_of_this_machine_decides_nothing(
     key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """BUGS L04."""
     run(key, retention=60)
     monkeypatch.setattr("time.time", lambda: 4e9)
     monkeypatch.setattr("django.utils.timezone.now", lambda: None)
@@ -211,6 +216,7 @@ def test_the_clock_of_this_machine_decides_nothing(
 
 
 def test_an_exception_undoes_the_effects_and_is_remembered_without_its_message(key: str) -> None:
+    """BUGS U05."""
     with pytest.raises(ValueError, match="must not be stored"):
         engine.run(intent(key), callers.fail)
     assert effects(key) == 0
@@ -568,6 +574,7 @@ def test_events_are_capped_and_never_fail_an_answer(
 def test_an_event_that_fails_inside_a_callers_transaction_leaves_it_usable(
     key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """BUGS H14."""
     run(key)
 
     def broken(using: str, *args: Any) -> None:

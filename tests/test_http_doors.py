@@ -821,7 +821,7 @@ def redeem(request):
 
 
 def test_clearing_the_cache_forgets_nothing():
-    """K04, K05, K06, K08: outcomes live in the database and nowhere else."""
+    """E04, K04, K05, K06, K08: outcomes live in the database and nowhere else."""
     client, key = login(), new_key()
     send(client, "/order/", key)
     cache.clear()

@@ -67,7 +67,7 @@ TABLE = [
 
 @pytest.mark.parametrize(("refusal", "status", "retryable", "key_action", "waits"), TABLE)
 def test_every_refusal_has_its_row_of_the_table(refusal, status, retryable, key_action, waits):
-    """F10, J06, J15, R95: clients branch on `type`, and only some may come back."""
+    """T06, F10, J06, J15, R95: clients branch on `type`, and only some may come back."""
     pk = uuid.uuid4()
 
     response = problem(refusal("What to do.", operation_id=pk, retry_after=3 if waits else None))
@@ -168,7 +168,11 @@ def test_an_anonymous_callers_key_is_refused_by_default():
 
 
 def test_a_mismatch_is_422_and_leaves_the_operation_alone():
-    """F10, R38: another body under one key never runs, has no Retry-After and shows nothing stored."""
+    """F10, R38: another body under one key never runs, has no Retry-After and shows nothing stored.
+
+
+    BUGS E08.
+    """
     client, key = login(), new_key()
     first = send(client, "/order/", key, {"amount": 1})
 

@@ -136,7 +136,7 @@ def test_a_client_that_gives_up_early_and_retries_is_told_to_wait(port):
 
 @needs_row_locks
 def test_another_body_is_a_mismatch_while_the_first_is_running(port):
-    """Hard case 23, R37: 422, not a 409 that tells a faulty client to go on."""
+    """E07, hard case 23, R37: 422, not a 409 that tells a faulty client to go on."""
     key = new_key()
     gate = gates[key] = Gate()
     first = request(port, key)

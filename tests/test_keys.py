@@ -208,6 +208,7 @@ def test_a_scope_with_lone_surrogates_still_names_an_operation() -> None:
 
 @given(st.text(max_size=20), st.text(max_size=20))
 def test_downstream_keys_differ_by_name(name: str, other: str) -> None:
+    """BUGS T09, T10."""
     operation_id = keys.operation_id(("user:1",), "k")
     assert (keys.derive(operation_id, name) == keys.derive(operation_id, other)) is (name == other)
 

@@ -58,6 +58,7 @@ def test_enqueue_outside_a_transaction_is_refused_and_writes_nothing() -> None:
 def test_a_rolled_back_transaction_leaves_no_message_and_a_rolled_back_savepoint_takes_only_its_own(
     recorder: Recorder,
 ) -> None:
+    """BUGS S15."""
     with transaction.atomic():
         outbox.enqueue("kept", 1)
         with transaction.atomic():
@@ -72,6 +73,7 @@ def test_a_rolled_back_transaction_leaves_no_message_and_a_rolled_back_savepoint
 
 
 def test_the_message_id_is_known_at_once_and_never_changes(recorder: Recorder) -> None:
+    """BUGS S16."""
     message = send("order.created", {"order_id": 1})
     recorder.faults["order.created"] = ValueError
     relayed(recorder)
@@ -83,6 +85,7 @@ def test_the_message_id_is_known_at_once_and_never_changes(recorder: Recorder) -
 
 
 def test_the_same_key_in_the_same_topic_is_one_message(recorder: Recorder) -> None:
+    """BUGS T02."""
     first = send("order.paid", {"by": "browser"}, key="order:1")
     second = send("order.paid", {"by": "webhook"}, key="order:1")
     other = send("order.shipped", {}, key="order:1")
@@ -190,6 +193,7 @@ def test_a_replayed_operation_adds_no_messages_and_a_failed_one_leaves_none() ->
 def test_nothing_is_published_inside_a_transaction_neither_the_callers_nor_the_relays(
     recorder: Recorder,
 ) -> None:
+    """BUGS S14."""
     send()
     with pytest.raises(RuntimeError), transaction.atomic():
         relayed(recorder)
@@ -220,6 +224,7 @@ def test_a_sent_message_is_marked_and_not_sent_again(recorder: Recorder) -> None
 
 
 def test_the_attempt_is_counted_before_the_try(recorder: Recorder) -> None:
+    """BUGS S13."""
     message = send()
     seen = []
     recorder.before = lambda _: seen.append(row(message).attempts)
@@ -230,6 +235,7 @@ def test_the_attempt_is_counted_before_the_try(recorder: Recorder) -> None:
 def test_a_hundred_failing_messages_do_not_hold_up_the_next_one(
     recorder: Recorder, settings: Any
 ) -> None:
+    """BUGS S08."""
     settings.IDEMPOTENCY |= {"OUTBOX_BATCH_SIZE": 10}
     recorder.faults["poison"] = ValueError("no")
     for _ in range(100):
@@ -242,6 +248,7 @@ def test_a_hundred_failing_messages_do_not_hold_up_the_next_one(
 def test_a_failed_message_backs_off_doubling_up_to_the_cap_with_jitter(
     recorder: Recorder, settings: Any
 ) -> None:
+    """BUGS S11, S12."""
     settings.IDEMPOTENCY |= {"OUTBOX_BACKOFF": 10, "OUTBOX_BACKOFF_MAX": timedelta(seconds=60)}
     for attempt, most in enumerate((10, 20, 40, 60, 60), 1):
         delays = [backoff(attempt) for _ in range(50)]
@@ -277,6 +284,7 @@ def test_a_permanent_failure_is_a_dead_letter_at_once(recorder: Recorder) -> Non
 
 
 def test_the_last_attempt_makes_a_dead_letter(recorder: Recorder, settings: Any) -> None:
+    """BUGS S09."""
     settings.IDEMPOTENCY |= {"OUTBOX_MAX_ATTEMPTS": 3}
     recorder.faults["t"] = ValueError
     message = send()
@@ -298,6 +306,7 @@ def test_a_payload_that_cannot_be_read_fails_alone(recorder: Recorder) -> None:
 
 
 def test_a_topic_that_nobody_takes_fails_alone_and_is_tried_again() -> None:
+    """BUGS S18."""
     good = Recorder()
     publish = outbox.by_topic({"good.*": good})
     renamed, message = send("renamed.topic"), send("good.topic")
@@ -328,6 +337,7 @@ def test_what_is_no_publisher_is_refused_when_the_relay_is_made(settings: Any) -
 
 
 def test_messages_of_one_key_leave_in_the_order_they_were_written(recorder: Recorder) -> None:
+    """BUGS S20."""
     for number in range(5):
         for key in ("a", "b"):
             send(key, number, ordering_key=key)

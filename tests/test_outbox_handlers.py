@@ -154,6 +154,7 @@ def test_a_redriven_message_runs_only_the_handlers_that_had_failed_even_with_a_m
 
 
 def test_a_topic_without_a_handler_fails_alone_until_one_is_deployed() -> None:
+    """BUGS S18."""
     effect("known", "known")
     send("unknown", 1)
     send("known", 1)
@@ -247,6 +248,8 @@ def test_the_command_refuses_options_that_make_no_sense(settings: Any) -> None:
 def test_the_command_says_when_the_database_cannot_be_relayed_from(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """BUGS I11."""
+
     def take(self: Claims, finish: Any = None) -> None:
         raise ProgrammingError("no such table")
 

@@ -29,6 +29,7 @@ def recorder() -> Recorder:
 def test_dead_letters_are_redriven_with_all_attempts_before_them(
     recorder: Recorder, settings: Any
 ) -> None:
+    """BUGS S10."""
     settings.IDEMPOTENCY |= {"OUTBOX_MAX_ATTEMPTS": 1}
     recorder.faults["t"] = ValueError
     messages = [send() for _ in range(3)]
@@ -43,6 +44,7 @@ def test_dead_letters_are_redriven_with_all_attempts_before_them(
 
 
 def test_redrive_leaves_alone_what_is_sent_or_in_the_hands_of_a_relay(recorder: Recorder) -> None:
+    """BUGS S12."""
     recorder.faults["failing"] = ValueError
     sent, failing, running = send("sent"), send("failing"), send("running")
     redriven = []
@@ -71,6 +73,7 @@ def test_the_backlog_counts_what_waits(recorder: Recorder) -> None:
 def test_the_purge_removes_old_sent_messages_and_nothing_that_was_not_delivered(
     recorder: Recorder,
 ) -> None:
+    """BUGS S09."""
     recorder.faults["dead"] = outbox.PermanentFailure("no")
     old, new, dead, pending = send("old"), send("new"), send("dead"), send("pending")
     OutboxMessage.objects.filter(pk=pending.pk).update(available_at=timezone.now() + timedelta(1))

@@ -382,7 +382,7 @@ def test_settling_is_announced() -> None:
 
 @pytest.mark.parametrize("stepwise", [True, False])
 def test_an_operation_that_was_given_up_gets_new_tries_when_it_is_settled(stepwise: bool) -> None:
-    """It took down its executors; a person has found out why, and lets it run again."""
+    """BUGS T06: It took down its executors; a person has found out why, and lets it run again."""
     key = new_key()
     dead = Outcome(status=Status.FAILED, body=b'"dead"')
     found = replace(intent(key, stepwise=stepwise, on_interrupted="rerun"), give_up=(1, dead))

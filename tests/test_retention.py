@@ -82,6 +82,7 @@ def left() -> set[str]:
 @pytest.mark.django_db
 @pytest.mark.parametrize("status", sorted(FINAL))
 def test_a_finished_operation_is_deleted_when_window_and_tombstone_are_over(status: str) -> None:
+    """BUGS L01."""
     make(status=status)
     make("later", status=status, due_at=FUTURE, expires_at=FUTURE, tombstone_until=FUTURE)
 
@@ -139,6 +140,7 @@ def test_what_belongs_to_an_operation_goes_with_it_and_nothing_else() -> None:
 
 @pytest.mark.django_db
 def test_reconciling_and_unfinished_stepwise_operations_are_never_purged() -> None:
+    """BUGS L01."""
     make("unknown", status=Status.RECONCILING)
     make("steps", status=Status.PROCESSING, stepwise=True)
     make("waits", status=Status.REQUIRES_ACTION, stepwise=True)
@@ -175,6 +177,7 @@ def test_batches_add_up_and_report_progress() -> None:
 
 @pytest.mark.django_db
 def test_it_stops_when_the_time_is_over_and_the_next_run_goes_on() -> None:
+    """BUGS L02."""
     for number in range(4):
         make(str(number))
 

@@ -365,6 +365,7 @@ def test_a_submitted_failure_is_told_as_one(owner: Client) -> None:
 
 
 def test_submitting_again_changes_nothing_and_a_finished_one_stays_finished(owner: Client) -> None:
+    """BUGS T13."""
     user = user_id(owner)
     pk = submit(make_report, user, "r-1")
     assert submit(make_report, user, "r-1") == pk

@@ -150,6 +150,7 @@ def steps(key: str) -> dict[str, str]:
 
 
 def test_a_recorded_step_is_not_run_again_and_returns_what_it_returned() -> None:
+    """BUGS T11."""
     key, reserve = new_key(), Calls()
 
     def body(operation: Operation, fail: bool) -> Any:
@@ -343,6 +344,7 @@ def test_a_call_that_ends_without_an_answer_is_an_unknown_outcome() -> None:
 
 
 def test_a_repeatable_call_is_made_again_with_the_same_key() -> None:
+    """BUGS T10."""
     key, charge = new_key(), Calls(TimeoutError())
 
     def body(operation: Operation) -> Any:
@@ -367,6 +369,7 @@ def interrupted_call(key: str, charge: Calls, **options: Any) -> Callable[[Opera
 
 
 def test_an_interrupted_call_that_is_confirmed_is_not_made_again() -> None:
+    """BUGS T11."""
     key, charge = new_key(), Calls()
     body = interrupted_call(key, charge, reconcile=confirm)
     assert run(key, body) == {"found": find(key).derive_key("charge")}
@@ -516,6 +519,7 @@ def test_whoever_lost_the_lease_can_write_nothing() -> None:
 
 
 def test_the_error_path_of_a_zombie_does_not_release_the_new_owners_lease() -> None:
+    """BUGS C01."""
     key = new_key()
     old = begin(key)
     lapse(key)

@@ -115,7 +115,7 @@ def test_hooks_may_say_where_the_id_is(check: Callable[..., list[str]]) -> None:
 def test_deliveries_must_be_remembered_longer_than_they_are_repeated(
     check: Callable[..., list[str]], policy: Policy, horizon: float | None, expected: list[str]
 ) -> None:
-    """BUGS P16, RULES 115."""
+    """BUGS P16, L08, RULES 115."""
     view = type("View", (Sound,), {"policy": policy, "retry_horizon": horizon})
     assert check(view.as_view()) == expected
 

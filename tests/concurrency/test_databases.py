@@ -114,7 +114,11 @@ def test_the_protocol_never_asks_the_replica(settings: Any) -> None:
 
 
 def test_neighbouring_new_keys_do_not_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ids 1 to 240 in random order, claimed by 12 threads: every one runs, no database error shows."""
+    """Ids 1 to 240 in random order, claimed by 12 threads: every one runs, no database error shows.
+
+
+    BUGS I01.
+    """
     numbers = list(range(1, 241))
     random.Random(5).shuffle(numbers)
     monkeypatch.setattr(keys, "operation_id", lambda scope, key: UUID(int=int(key)))
@@ -156,6 +160,7 @@ class Ager:
 
 @pytest.mark.parametrize("purges", [True, False], ids=["purged", "renewed in place"])
 def test_every_life_of_a_key_has_one_effect_however_often_it_is_ended(purges: bool) -> None:
+    """BUGS L05."""
     keys = [callers.new_key() for _ in range(4)]
     ager = Ager(keys, purges=purges)
     chance = random.Random(7)
@@ -190,7 +195,11 @@ def test_every_life_of_a_key_has_one_effect_however_often_it_is_ended(purges: bo
 
 
 def test_a_failed_attempt_that_is_purged_meanwhile_is_run_again() -> None:
-    """The row goes away between a refused duplicate and its retry: that is simply a new claim."""
+    """The row goes away between a refused duplicate and its retry: that is simply a new claim.
+
+
+    BUGS L06.
+    """
     key = callers.new_key()
     with pytest.raises(ValueError, match="detail"):
         engine.run(callers.intent(key), callers.fail)

@@ -76,7 +76,11 @@ class Overlap:
 
 
 def test_messages_of_one_object_never_overlap() -> None:
-    """BUGS R03: "created" and "updated" 1 ms apart, in several processes' worth of connections."""
+    """BUGS R03: "created" and "updated" 1 ms apart, in several processes' worth of connections.
+
+
+    BUGS H11.
+    """
     overlap = Overlap()
 
     def consumer(number: int) -> None:

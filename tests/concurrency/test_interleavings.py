@@ -111,6 +111,7 @@ def allowed(answers: list[HttpResponse], *also: str) -> bool:
 
 @pytest.mark.parametrize("prepare", [unused, failed, crashed, expired])
 def test_a_twin_at_any_point_changes_nothing(prepare: Callable[[], str]) -> None:
+    """BUGS A06."""
     before = int(prepare is expired)
     seen = set()
     for where, key, answers in interleaved(prepare, request, request):
@@ -126,6 +127,7 @@ def test_a_twin_at_any_point_changes_nothing(prepare: Callable[[], str]) -> None
 
 @pytest.mark.parametrize("prepare", [unused, expired])
 def test_a_failing_twin_at_any_point_changes_nothing(prepare: Callable[[], str]) -> None:
+    """BUGS L06."""
     before = int(prepare is expired)
     for where, key, answers in interleaved(prepare, request, failing_request):
         assert allowed(answers, "500"), where
@@ -177,6 +179,8 @@ def test_the_next_life_may_begin_fail_and_change_hands_at_any_point() -> None:
 
 
 def test_a_purge_at_any_point_is_not_noticed() -> None:
+    """BUGS L05."""
+
     def purge(key: str) -> HttpResponse:
         with suppress(Exception):  # SQLite: the database is locked
             retention.purge()

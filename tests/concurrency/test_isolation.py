@@ -63,7 +63,11 @@ def elsewhere(function: Any) -> Any:
 
 @needs_row_locks
 def test_twins_in_strict_sessions_have_one_effect(level: str) -> None:
-    """A serialization failure is retried or refused; it never reaches the client as a fault."""
+    """A serialization failure is retried or refused; it never reaches the client as a fault.
+
+
+    BUGS H08.
+    """
     key = callers.new_key()
     view = effect_view()
 
@@ -100,7 +104,11 @@ def test_many_keys_in_strict_sessions_all_run(level: str) -> None:
 
 @needs_row_locks
 def test_a_claim_in_an_old_snapshot_is_answered_properly(level: str) -> None:
-    """The caller's snapshot is older than the winner's row: a replay or a 503, never a second run."""
+    """The caller's snapshot is older than the winner's row: a replay or a 503, never a second run.
+
+
+    BUGS H07.
+    """
     key = callers.new_key()
     isolate(level)
 
@@ -187,6 +195,7 @@ def test_a_serialization_failure_of_two_handlers_is_503_for_one_and_its_retry_ru
 
 
 def test_twice_in_one_transaction_is_one_effect() -> None:
+    """BUGS A12."""
     key = callers.new_key()
     with transaction.atomic():
         first = engine.run(callers.intent(key), callers.succeed)
@@ -221,7 +230,11 @@ def test_a_failure_inside_a_callers_transaction_undoes_only_its_own_effects() ->
 
 @needs_row_locks
 def test_a_duplicate_inside_a_callers_transaction_leaves_it_usable() -> None:
-    """The refusal is not a database error: what the caller did before and after is committed."""
+    """The refusal is not a database error: what the caller did before and after is committed.
+
+
+    BUGS H14.
+    """
     key = callers.new_key()
     with executing(key) as child, transaction.atomic():
         Effect.objects.create(label=f"before {key}")

@@ -60,6 +60,7 @@ def effect(label: str, who: str) -> str:
 
 
 def test_a_takeover_before_the_zombies_step_rolls_the_step_back() -> None:
+    """BUGS C01."""
     key, lapsed, taken = new_key(), Signal(), Signal()
 
     def zombie() -> list[Any]:
@@ -89,7 +90,11 @@ def test_a_takeover_before_the_zombies_step_rolls_the_step_back() -> None:
 
 
 def test_a_step_that_is_under_way_is_not_overtaken_though_its_lease_is_over() -> None:
-    """Its transaction holds the row: whoever comes is told to wait, and the step is the only one."""
+    """Its transaction holds the row: whoever comes is told to wait, and the step is the only one.
+
+
+    BUGS C02.
+    """
     key, inside, asked = new_key(), Signal(), Signal()
 
     def slow(label: str) -> str:
@@ -245,6 +250,7 @@ def test_of_many_callers_of_a_new_key_one_executes() -> None:
 
 
 def test_of_many_callers_of_an_abandoned_key_one_takes_over() -> None:
+    """BUGS B04."""
     for _ in range(3):
         key = new_key()
         begin_as_shop(key)

@@ -50,6 +50,7 @@ def drain(file: File, batch_size: int = 10) -> dict[str, int]:
 
 
 def test_relays_at_the_same_time_publish_each_message_once_and_keep_the_order(file: File) -> None:
+    """BUGS I04, S04, S05."""
     fill([("t", number, f"key {number % 7}") for number in range(400)])
     fill([("t", number, "") for number in range(100)])
     summaries = in_processes([lambda: drain(file)] * 3)
@@ -72,6 +73,7 @@ def test_a_claimed_message_is_not_due_for_anybody_else_also_after_a_retry() -> N
 
 
 def test_claims_at_the_same_time_share_no_message() -> None:
+    """BUGS I07."""
     fill([("t", number, f"key {number % 40}" if number % 2 else "") for number in range(200)])
 
     def take() -> list[int]:
@@ -87,6 +89,7 @@ def test_claims_at_the_same_time_share_no_message() -> None:
 
 @pytest.mark.vendor("postgresql", "mysql")  # SQLite has one writer: nothing commits in between
 def test_a_lower_id_that_is_committed_later_is_not_skipped() -> None:
+    """BUGS S02, S03."""
     written, relayed_higher = Signal(), Signal()
     recorder = Recorder()
 
@@ -128,6 +131,7 @@ def test_nobody_publishes_the_next_message_of_a_key_while_its_head_is_in_hand() 
 
 
 def test_a_relay_whose_lease_is_over_changes_nothing_any_more() -> None:
+    """BUGS H09."""
     message = send("t", ordering_key="a")
     stale = claim("default", 10, 60)
     assert stale is not None
@@ -209,6 +213,7 @@ def test_a_message_changed_by_staff_during_a_claim_is_claimed_as_it_is_then(
 
 
 def test_ten_thousand_messages_with_poison_among_them(file: File, settings: Any) -> None:
+    """BUGS S10."""
     settings.IDEMPOTENCY |= {
         "OUTBOX_MAX_ATTEMPTS": 2,
         "OUTBOX_BACKOFF": 0.01,

@@ -33,6 +33,7 @@ def assert_one_effect(answers: list[str], key: str) -> None:
 
 @pytest.mark.parametrize("run_all", [in_processes, in_threads])
 def test_twenty_requests_with_one_key_have_one_effect(run_all: Any) -> None:
+    """BUGS A09, I12."""
     key = callers.new_key()
     view = effect_view()
     answers = run_all([lambda: describe(post(view, key))] * 20)
@@ -53,6 +54,7 @@ def test_twenty_calls_of_the_engine_have_one_effect() -> None:
 
 
 def test_a_storm_of_240_requests_over_20_keys_has_20_effects() -> None:
+    """BUGS A15."""
     keys = [callers.new_key() for _ in range(20)]
     view = effect_view()
 
@@ -76,7 +78,11 @@ def test_a_storm_of_240_requests_over_20_keys_has_20_effects() -> None:
 def test_sqlite_without_immediate_transactions_has_one_effect(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Django's default: a transaction that read before it wrote would be refused the lock."""
+    """Django's default: a transaction that read before it wrote would be refused the lock.
+
+
+    BUGS I05.
+    """
     options = connections.settings["default"]["OPTIONS"]
     monkeypatch.setitem(options, "transaction_mode", "DEFERRED")
     key = callers.new_key()
@@ -87,7 +93,11 @@ def test_sqlite_without_immediate_transactions_has_one_effect(
 
 @needs_row_locks
 def test_ten_keys_run_at_the_same_time() -> None:
-    """Every handler waits until all ten run: with anything serialised they would wait for ever."""
+    """Every handler waits until all ten run: with anything serialised they would wait for ever.
+
+
+    BUGS A11.
+    """
     together = threading.Barrier(10, timeout=30)
     view = effect_view(before=together.wait)
     answers = in_threads([lambda: describe(post(view, callers.new_key()))] * 10)
@@ -129,7 +139,11 @@ def test_two_tenants_with_the_same_key_are_two_operations() -> None:
 
 @needs_row_locks
 def test_duplicates_while_the_first_runs_are_told_at_once() -> None:
-    """The same request: 409 in progress. Another body: 422, not a 409 that invites to retry."""
+    """The same request: 409 in progress. Another body: 422, not a 409 that invites to retry.
+
+
+    BUGS C02.
+    """
     key = callers.new_key()
     inside, go_on = Signal(), Signal()
 
@@ -197,7 +211,11 @@ def test_a_duplicate_runs_as_soon_as_the_first_has_failed() -> None:
 
 
 def test_duplicates_while_attempts_fail_end_with_one_effect() -> None:
-    """The first three executions fail, whoever gets them; everybody retries what is retryable."""
+    """The first three executions fail, whoever gets them; everybody retries what is retryable.
+
+
+    BUGS H09.
+    """
     key = callers.new_key()
     failures = iter(range(3))
     turn = threading.Lock()
@@ -226,7 +244,7 @@ def test_duplicates_while_attempts_fail_end_with_one_effect() -> None:
 
 @needs_row_locks
 def test_a_duplicate_that_waits_gets_the_replay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first ends while the duplicate sleeps, which it does without a transaction."""
+    """BUGS A13: The first ends while the duplicate sleeps, which it does without a transaction."""
     key = callers.new_key()
     inside, go_on = threading.Event(), threading.Event()
 

@@ -246,7 +246,11 @@ def note(delivery: Delivery) -> None:
 
 
 def test_a_burst_of_events_about_one_object_is_handled_one_by_one() -> None:
-    """BUGS P01, P08, R03: different ids, different handlers, one payment; it is settled once."""
+    """BUGS P01, P08, R03: different ids, different handlers, one payment; it is settled once.
+
+
+    BUGS H02.
+    """
     overlap.most = 0
     types = [
         "created",

@@ -183,7 +183,7 @@ def test_a_retry_is_never_stored_as_a_failure(broker: Queue) -> None:
 
 
 def test_nothing_is_published_by_an_attempt_that_rolls_back(broker: Queue) -> None:
-    """`delay_on_commit` inside a task waits for the transaction of its effects."""
+    """BUGS S14, S22: `delay_on_commit` inside a task waits for the transaction of its effects."""
 
     @broker.task
     def follow(label: str) -> None:
@@ -408,7 +408,7 @@ def after_death(broker: Queue, delivery: Any) -> Any:
 
 
 def test_after_a_kill_the_next_call_runs_without_any_clean_up(broker: Queue) -> None:
-    """BUGS N10, O01, O12: no lock stays behind that somebody would have to release."""
+    """BUGS N10, O01, O12, C05: no lock stays behind that somebody would have to release."""
     dies = dies_when_told(broker)
     dies.delay(True)
     killed(broker, broker.sent())

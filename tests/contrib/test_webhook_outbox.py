@@ -93,6 +93,7 @@ def publisher(receiver: Receiver, *secrets: str, **options: Any) -> WebhookPubli
 
 
 def test_a_receiver_can_verify_the_request_with_the_reference_library(receiver: Receiver) -> None:
+    """BUGS S21."""
     message = send("order.created", {"order_id": 1, "name": "Grüße"})
     assert outbox.relay(publisher=publisher(receiver)) == outbox.Summary(sent=1)
     [(headers, body)] = receiver.requests
@@ -109,6 +110,7 @@ def test_a_receiver_can_verify_the_request_with_the_reference_library(receiver: 
 def test_every_attempt_has_the_same_id_and_body_and_a_new_timestamp(
     receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """BUGS S21."""
     from idempotency.contrib import webhook_outbox
 
     now = datetime.now(UTC)

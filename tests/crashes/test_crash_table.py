@@ -101,6 +101,7 @@ def labels_of(found: Iterator[Crash]) -> set[str]:
 
 
 def test_a_first_request_may_die_anywhere(vendor: str) -> None:
+    """BUGS B07."""
     labels = labels_of(crashes(unused, lambda key: post(view, key)))
     assert labels >= {  # the enumeration itself must not go blind
         "before INSERT idempotency_operation",
@@ -126,7 +127,11 @@ def test_a_takeover_may_die_anywhere() -> None:
 
 
 def test_takeovers_of_takeovers_may_die_one_after_the_other() -> None:
-    """One key, killed at every point in turn; only the death after the commit has an effect."""
+    """One key, killed at every point in turn; only the death after the commit has an effect.
+
+
+    BUGS B04.
+    """
     key = unused()
     number = 1
     while not effects(key):

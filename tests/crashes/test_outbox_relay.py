@@ -57,6 +57,7 @@ def in_order_but_for_repeats(payloads: list[int]) -> bool:
 def test_a_relay_killed_between_publish_and_mark_repeats_the_message_under_the_same_id(
     file: File,
 ) -> None:
+    """BUGS S05, S06."""
     message = send("t", {"n": 1})
     file.after = kill_me
     with pytest.raises(Died):
@@ -73,6 +74,7 @@ def test_a_relay_killed_between_publish_and_mark_repeats_the_message_under_the_s
 def test_a_message_that_kills_its_relay_becomes_a_dead_letter_and_takes_nobody_with_it(
     file: File, settings: Any
 ) -> None:
+    """BUGS S13."""
     settings.IDEMPOTENCY |= {"OUTBOX_MAX_ATTEMPTS": 4}
     for topic in ("a", "killer", "b"):
         send(topic, topic)
@@ -91,6 +93,7 @@ def test_a_message_that_kills_its_relay_becomes_a_dead_letter_and_takes_nobody_w
 def test_a_relay_may_die_at_every_point_and_nothing_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """BUGS B11, S01."""
     monkeypatch.setattr(relays, "FLUSH_SECONDS", 3600)  # the same points on every machine
 
     def prepared(number: int) -> File:
@@ -131,7 +134,7 @@ def test_a_relay_may_die_at_every_point_and_nothing_is_lost(
 
 
 def test_every_effect_is_there_once_after_a_storm_of_killed_relays() -> None:
-    """The relay repeats, the inbox does not."""
+    """BUGS S07: The relay repeats, the inbox does not."""
     total, seed = 300, random.randrange(1 << 30)
     fill([("t", number, f"key {number % 5}") for number in range(total)])
 
@@ -229,6 +232,7 @@ def private(vendor: str, transactional_db: None) -> Iterator[Server]:
 def test_a_relay_survives_the_restart_of_its_database(
     private: Server, file: File, settings: Any, kill: bool
 ) -> None:
+    """BUGS S17."""
     settings.IDEMPOTENCY |= {"OUTBOX_LEASE": 3, "OUTBOX_INTERVAL": 0.05}
 
     def enqueue(numbers: range) -> None:
@@ -283,7 +287,7 @@ def test_a_relay_survives_the_restart_of_its_database(
 def test_a_mark_that_fails_for_a_moment_is_written_again(
     monkeypatch: pytest.MonkeyPatch, work: Callable[[outbox.Relay], Any]
 ) -> None:
-    """The message was published: only the mark is repeated."""
+    """BUGS S06: The message was published: only the mark is repeated."""
     from django.db import OperationalError
 
     from idempotency.outbox.claims import Claim

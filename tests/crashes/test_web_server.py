@@ -129,6 +129,7 @@ def test_a_client_that_hangs_up_gets_its_answer_on_the_retry(site: Site) -> None
 
 
 def test_the_other_worker_takes_over_from_one_that_was_killed(site: Site) -> None:
+    """BUGS B01."""
     site.start(1)
     key = callers.new_key()
     connection = site.request(key, wait=True)
@@ -144,6 +145,7 @@ def test_the_other_worker_takes_over_from_one_that_was_killed(site: Site) -> Non
 
 @pytest.mark.parametrize("wait", [True, False], ids=["in the handler", "after the answer"])
 def test_nothing_is_lost_when_every_worker_is_killed(site: Site, wait: bool) -> None:
+    """BUGS B03."""
     site.start(2)
     keys = [callers.new_key() for _ in range(4)]
     answers = {key: site.post(key) for key in keys}

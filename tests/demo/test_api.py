@@ -40,6 +40,7 @@ def test_a_retried_order_is_answered_with_the_first_order(demo: Demo, key: str) 
 
 
 def test_two_intents_with_the_same_payload_are_two_orders(demo: Demo) -> None:
+    """BUGS L10."""
     before = orders(demo)
     for _ in range(2):
         assert demo.post("/api/orders/", basket(demo), key=str(uuid4())).status == 201
@@ -57,6 +58,7 @@ def test_a_key_that_was_used_for_another_order_is_refused(demo: Demo, key: str) 
 
 
 def test_an_order_without_a_key_is_refused(demo: Demo) -> None:
+    """BUGS T04."""
     before = orders(demo)
     answer = demo.post("/api/orders/", basket(demo))
     assert answer.status == 400
@@ -88,6 +90,7 @@ def test_a_retried_payment_charges_once(demo: Demo, key: str) -> None:
 
 
 def test_a_paid_order_cannot_be_paid_with_a_new_key_either(demo: Demo) -> None:
+    """BUGS A16."""
     order = demo.post("/api/orders/", basket(demo), key=str(uuid4())).json
     pay = f"/api/orders/{order['id']}/pay/"
     assert demo.post(pay, {}, key=str(uuid4())).status == 201
@@ -131,6 +134,7 @@ def test_five_checkouts_at_once_with_one_key_are_one_purchase(demo: Demo, key: s
 
 
 def test_an_address_put_three_times_without_a_key_is_one_row(demo: Demo, key: str) -> None:
+    """BUGS H10."""
     before = demo.get("/api/addresses/")["count"]
     answers = [demo.send("PUT", f"/api/addresses/{key}/", ADDRESS) for _ in range(3)]
     assert [answer.status for answer in answers] == [201, 200, 200]

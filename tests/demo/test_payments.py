@@ -58,7 +58,11 @@ def test_an_order_whose_customer_has_left_is_paid_all_the_same(
 
 
 def test_a_new_key_does_not_pay_while_the_outcome_is_unknown(demo: Demo, key: str) -> None:
-    """The payment's claim on the order is a second line of defence, for clients that invent a key."""
+    """The payment's claim on the order is a second line of defence, for clients that invent a key.
+
+
+    BUGS T07.
+    """
     lines = [{"product": demo.products[0], "quantity": 1}]
     order = demo.post("/api/orders/", {"lines": lines}, key=str(uuid4())).json
     pay = f"/api/orders/{order['id']}/pay/"
@@ -110,6 +114,7 @@ def test_repeated_and_reordered_webhooks_change_nothing(
 
 @pytest.mark.parametrize("is_webhook_first", [True, False])
 def test_browser_and_webhook_pay_once_in_either_order(demo: Demo, is_webhook_first: bool) -> None:
+    """BUGS T05."""
     order = asked(demo, webhooks="never")
     demo.answer_bank(order["action_url"], "approve")
     paths = [
@@ -125,7 +130,11 @@ def test_browser_and_webhook_pay_once_in_either_order(demo: Demo, is_webhook_fir
 
 
 def test_browser_and_webhook_at_once_pay_once(demo: Demo) -> None:
-    """Ten requests of both kinds, in the server's two processes; the losers wait or come back."""
+    """Ten requests of both kinds, in the server's two processes; the losers wait or come back.
+
+
+    BUGS T01, T03.
+    """
     order = asked(demo, webhooks="never")
     demo.answer_bank(order["action_url"], "approve")
 
@@ -175,6 +184,7 @@ def test_an_order_that_is_not_paid_is_not_refunded(demo: Demo) -> None:
 
 
 def test_a_replayed_order_and_a_task_delivered_twice_mail_once(demo: Demo, key: str) -> None:
+    """BUGS T08."""
     body = {"lines": [{"product": demo.products[0], "quantity": 1}]}
     order = demo.post("/api/orders/", body, key=key).json
     assert demo.post("/api/orders/", body, key=key).replayed

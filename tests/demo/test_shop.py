@@ -27,7 +27,7 @@ print(json.dumps(before == rows()))
 
 
 def test_the_same_order_id_cannot_be_placed_twice(demo: Demo) -> None:
-    """The order's own key holds where an idempotency record is gone already."""
+    """BUGS T12: The order's own key holds where an idempotency record is gone already."""
     code = """
 import uuid
 from demo_shop.shop.exceptions import AlreadyPlaced
