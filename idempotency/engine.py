@@ -151,6 +151,8 @@ def _try(intent: Intent) -> AnyExecution | Replay:
             "Give the inner operation a key of its own, for example current().derive_key('inner')."
         )
     is_open = db.in_transaction(policy.using)
+    if is_open:
+        _refuse_sibling(intent)
     if policy.stepwise and is_open and not in_test_transaction(policy.using):
         raise ConfigurationError(
             f"{intent.name}: a stepwise operation cannot run inside a transaction, which would "
@@ -185,6 +187,17 @@ def _try(intent: Intent) -> AnyExecution | Replay:
     if cause is None:  # somebody is just claiming it, perhaps in a longer transaction of their own
         in_progress(fresh)
     raise Unavailable(operation_id=pk, retry_after=conf.RETRY_AFTER) from cause
+
+
+def _refuse_sibling(intent: Intent) -> None:
+    """Two tasks of one event loop may share a connection; their transactions would become one."""
+    known = {None, *(operation.pk for operation in _running.get())}
+    for block in connections[intent.policy.using].atomic_blocks:
+        if vars(block).get("operation_id") not in known:
+            raise ConfigurationError(
+                f"{intent.name}: another task executes an operation on the same database connection. "
+                "Await idempotent calls one after the other instead of gathering them."
+            )
 
 
 def _claim(fresh: Operation, intent: Intent) -> Operation | Replay | None:

@@ -37,6 +37,8 @@ class Execution:
         self.operation = operation
         self.policy = policy
         self._block: transaction.Atomic | None = block
+        # Whoever finds the block open can see whose it is.
+        vars(block)["operation_id"] = operation.pk
         #: Inside the caller's transaction: durable only when that commits.
         self.joined = joined
         self.declared_status: str | None = None

@@ -1,5 +1,6 @@
 """`@idempotent_function`: one effect per key, equal results, declared failures, joined transactions."""
 
+import asyncio
 import subprocess
 import sys
 from decimal import Decimal
@@ -296,3 +297,29 @@ def test_a_type_checker_sees_the_wrapped_signature() -> None:
         check=False,
     )
     assert checked.returncode == 0, checked.stdout
+
+
+def test_calls_gathered_on_one_connection_do_not_share_a_transaction() -> None:
+    """Each would commit or roll back what the other has done."""
+    first, second = new_key(), new_key()
+
+    @idempotent_function(name="gathered", key=lambda key: key)
+    async def pay(key: str) -> str:
+        await sync_to_async(Effect.objects.create)(label=key)
+        await asyncio.sleep(0.05)
+        return key
+
+    async def both() -> list[Any]:
+        return await asyncio.gather(pay(first), pay(second), return_exceptions=True)
+
+    results = async_to_sync(both)()
+    assert {first, second} & set(results)
+    assert [type(result) for result in results if result not in (first, second)] == [
+        ConfigurationError
+    ]
+    for key, result in zip((first, second), results, strict=True):
+        assert effects(key) == (result == key)
+        assert Operation.objects.filter(key=key).exists() == (result == key)
+    assert async_to_sync(pay)(first) == first
+    assert async_to_sync(pay)(second) == second
+    assert (effects(first), effects(second)) == (1, 1)
