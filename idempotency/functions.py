@@ -10,7 +10,14 @@ from typing import Any, NoReturn, ParamSpec, TypeVar, cast
 from asgiref.sync import iscoroutinefunction, sync_to_async
 
 from . import db, encoding, engine, fingerprints, keys
-from .exceptions import ConfigurationError, Refusal, ResponseNotRetained, StoredFailure
+from .exceptions import (
+    ConfigurationError,
+    LeaseLost,
+    OutcomeUnknown,
+    Refusal,
+    ResponseNotRetained,
+    StoredFailure,
+)
 from .executions import raise_translated
 from .models import Operation, Outcome, Status
 from .policies import Policy, Resolved
@@ -190,7 +197,7 @@ def raise_failed(
     never: tuple[type[BaseException], ...] = (),
 ) -> NoReturn:
     """End an execution whose call raised: store a declared failure, remember any other."""
-    if not isinstance(error, failures) or isinstance(error, never) or _may_pass(error):
+    if not isinstance(error, failures) or isinstance(error, never) or _is_open(error):
         begun.fail(error)
         raise_translated(error, begun.operation)
     begun.abort(error)
@@ -200,6 +207,10 @@ def raise_failed(
     raise StoredFailure(str(error), kind) from error
 
 
-def _may_pass(error: BaseException) -> bool:
-    """Whether a retry may simply succeed: such a failure is not deterministic, whatever its class."""
-    return db.is_transient(error) or (isinstance(error, Refusal) and error.retryable)
+def _is_open(error: BaseException) -> bool:
+    """Whether it is no deterministic failure, whatever its class: a retry may simply succeed, somebody
+    else has the operation, or nobody knows the outcome, so that saying "failed" could double it.
+    """
+    if isinstance(error, OutcomeUnknown | LeaseLost) or db.is_transient(error):
+        return True
+    return isinstance(error, Refusal) and error.retryable

@@ -17,6 +17,7 @@ from idempotency.exceptions import (
     ConfigurationError,
     InvalidKey,
     Mismatch,
+    OutcomeUnknown,
     ReentrantOperation,
     ResponseNotRetained,
     StoredFailure,
@@ -297,6 +298,23 @@ def test_a_type_checker_sees_the_wrapped_signature() -> None:
         check=False,
     )
     assert checked.returncode == 0, checked.stdout
+
+
+@pytest.mark.parametrize("stepwise", [False, True])
+def test_an_unknown_outcome_is_no_failure_whatever_is_declared(stepwise: bool) -> None:
+    """ "Failed" would tell the caller to try again with another key."""
+    key = new_key()
+
+    @idempotent_function(name="doubtful", key=lambda: key, failures=(Exception,), stepwise=stepwise)
+    def pay() -> None:
+        current = engine.current()
+        assert current is not None
+        current.unknown(provider_ref="ch_1")
+
+    for _ in range(2):
+        with pytest.raises(OutcomeUnknown):
+            pay()
+    assert operation(key).status == Status.RECONCILING
 
 
 def test_calls_gathered_on_one_connection_do_not_share_a_transaction() -> None:
