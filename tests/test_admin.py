@@ -600,3 +600,10 @@ def test_the_admin_looks_where_the_protocol_writes(staff: Client, settings: Any)
     assert listed(staff, {"q": "here"}) == []
     assert staff.get(detail(there)).status_code == 200
     assert staff.get(body_of(there)).status_code == 200
+
+
+def test_pages_work_without_time_zones(staff: Client, settings: Any) -> None:
+    operation = make()
+    settings.USE_TZ = False
+    for url in (LIST, detail(operation)):
+        assert staff.get(url).status_code == 200

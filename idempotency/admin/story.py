@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import Any
 
 from django.db import DatabaseError, connections, transaction
-from django.utils.timezone import localtime
+from django.utils.timezone import is_aware, localtime
 from django.utils.translation import gettext, ngettext
 from django.utils.translation import gettext_lazy as _
 
@@ -243,4 +243,6 @@ def _moment(event: Event) -> Moment:
 
 def when(time: datetime | None) -> str:
     """A time as logs write it: people compare the two."""
-    return "" if time is None else f"{localtime(time):%Y-%m-%d %H:%M:%S}"
+    if time is None:
+        return ""
+    return f"{localtime(time) if is_aware(time) else time:%Y-%m-%d %H:%M:%S}"
