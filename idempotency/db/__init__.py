@@ -71,7 +71,11 @@ def in_transaction(using: str) -> bool:
 def drop_if_broken(using: str) -> None:
     """Close a connection whose server side is gone, so that the next statement opens another."""
     connection = connections[using]
-    if connection.connection is None or in_transaction(using) or not connection.errors_occurred:
+    if (
+        connection.connection is None
+        or connection.in_atomic_block  # not in_transaction(): a lost connection forgets autocommit
+        or not connection.errors_occurred
+    ):
         return
     if not connection.is_usable():
         connection.close()
@@ -181,9 +185,9 @@ class Locked(NamedTuple):
     status: str
     attempt: int
     owner: str
-    forgotten: bool
+    forgotten: bool | None
     last_error: str
-    leased: bool
+    leased: bool | None
     #: Executors that vanished without recording an error.
     interruptions: int
 

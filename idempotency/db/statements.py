@@ -142,8 +142,8 @@ class Statements:
 
         locked = (
             f"{q('status')}, {q('attempt')}, {q('owner')}, "
-            f"CASE WHEN {q('tombstone_until')} <= {now} THEN 1 ELSE 0 END, {q('last_error')}, "
-            f"CASE WHEN {q('lease_expires_at')} > {now} THEN 1 ELSE 0 END, {q('interruptions')}"
+            f"{q('tombstone_until')} <= {now}, {q('last_error')}, {q('lease_expires_at')} > {now}, "
+            f"{q('interruptions')}"
         )
         self.lock = self.lock_waiting = f"SELECT {locked} FROM {t} WHERE {q('id')} = %s"
         # NO KEY: FOR UPDATE would also stop the foreign-key checks of other transactions' child rows.
