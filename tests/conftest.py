@@ -7,6 +7,7 @@ from urllib.parse import quote
 import pytest
 from django.conf import settings
 from django.db import connections
+from django.test import SimpleTestCase
 
 
 def database_url(alias: str = "default") -> str:
@@ -47,13 +48,29 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "vendor(*names): runs only on these databases")
 
 
+def _touches_no_database(item: pytest.Item) -> bool:
+    if item.path.parent.name in {"demo", "crashes", "concurrency"}:  # their processes may
+        return False
+    cls = getattr(item, "cls", None)
+    if cls is not None and issubclass(cls, SimpleTestCase):
+        return False
+    fixtures = {"db", "transactional_db", "django_db_setup", "live_server"}
+    return item.get_closest_marker("django_db") is None and fixtures.isdisjoint(
+        getattr(item, "fixturenames", ())
+    )
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave out the tests of another database: they are not skipped, there is a run of their own."""
+    """Leave out the tests of another database: they are not skipped, there is a run of their own.
+
+    What touches no database runs with SQLite only, wherever the others have no database to differ by.
+    """
     engine = settings.DATABASES["default"]["ENGINE"].rsplit(".", 1)[-1].removesuffix("3")
     other = [
         item
         for item in items
-        if (marker := item.get_closest_marker("vendor")) and engine not in marker.args
+        if ((marker := item.get_closest_marker("vendor")) and engine not in marker.args)
+        or (engine != "sqlite" and _touches_no_database(item))
     ]
     if other:
         items[0].config.hook.pytest_deselected(items=other)
