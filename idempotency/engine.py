@@ -179,7 +179,7 @@ def _try(intent: Intent) -> AnyExecution | Replay:
             if not db.is_transient(error):
                 raise
             cause = error
-            if db.in_transaction(policy.using):
+            if is_open:  # the error has broken the caller's transaction
                 break
             db.drop_if_broken(policy.using)
             if connections[policy.using].vendor == "sqlite" or round_ >= 2:

@@ -105,9 +105,14 @@ class Execution:
                 self.operation.pk,
                 describe_error(error),
             )
-            db.drop_if_broken(using)
+            self._mend()
             return
         send(signals.operation_finished, self.operation)
+
+    def _mend(self) -> None:
+        """Replace a broken connection, unless that would hide the loss of the caller's transaction."""
+        if not self.joined:
+            db.drop_if_broken(self.policy.using)
 
     def _relock(self) -> bool:
         locked = db.lock(self.policy.using, self.operation.pk)
@@ -138,7 +143,7 @@ class Execution:
             conf.RETRY_AFTER if is_unknown else keep,
         )
         try:
-            db.drop_if_broken(using)
+            self._mend()
             with transaction.atomic(using):
                 if not self._relock():
                     return
@@ -150,7 +155,7 @@ class Execution:
             logger.warning(
                 "attempt of operation %s failed; the error could not be recorded", operation.pk
             )
-            db.drop_if_broken(using)
+            self._mend()
         if is_unknown:
             send(signals.operation_reconciling, operation)
         else:
