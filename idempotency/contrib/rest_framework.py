@@ -282,8 +282,13 @@ def _handle_exception(
         return response  # the request's own transaction: the claim goes with it, nothing can stay
     if outcome is None:
         begun.record(error)
-    else:
+        return response
+    try:
         begun.store_failure(outcome)
+    except Refusal as refusal:  # the view has swallowed that a call's outcome is unknown, say
+        return problem(refusal, request)
+    except LeaseLost:
+        return problem(doors.overtaken(begun), request)
     return response
 
 

@@ -168,7 +168,7 @@ def finish(begun: engine.AnyExecution, response: Any) -> HttpResponseBase:
     try:
         begun.complete(outcome)
     except LeaseLost as error:
-        raise _overtaken(begun) from error
+        raise overtaken(begun) from error
     return final
 
 
@@ -176,9 +176,10 @@ def give_up(begun: engine.AnyExecution, error: BaseException) -> NoReturn:
     """Roll back, remember the error and raise it; a passing fault becomes the refusal that says so."""
     begun.fail(error)
     if isinstance(error, LeaseLost):
-        raise _overtaken(begun) from error
+        raise overtaken(begun) from error
     raise_translated(error, begun.operation)
 
 
-def _overtaken(begun: engine.AnyExecution) -> InProgress:
+def overtaken(begun: engine.AnyExecution) -> InProgress:
+    """What the caller of an executor is told that has lost its lease to another one."""
     return InProgress(operation_id=begun.operation.pk, retry_after=conf.RETRY_AFTER)

@@ -962,6 +962,31 @@ def release(pk, *, key):
 urlpatterns.append(path("stepwise/", Stepwise.as_view()))
 
 
+def no_answer():
+    raise TimeoutError
+
+
+class SwallowsDoubt(IdempotencyMixin, APIView):
+    idempotency_policy = Policy(stepwise=True)
+
+    def post(self, request):
+        try:
+            request.operation.call("charge", no_answer)
+        except Exception as error:
+            raise exceptions.ValidationError("no answer") from error
+
+
+urlpatterns.append(path("swallows-doubt/", SwallowsDoubt.as_view()))
+
+
+def test_a_view_that_turns_an_unknown_outcome_into_a_refusal_says_unknown_all_the_same():
+    client, key = login(), new_key()
+    for _ in range(2):
+        response = send(client, "/swallows-doubt/", key)
+        assert (response.status_code, problem(response)) == (409, "outcome-unknown")
+    assert operation(key).status == "reconciling"
+
+
 def test_a_stepwise_view_that_refuses_undoes_its_steps_and_stores_the_refusal():
     """F14: the exception becomes the framework's 400, the step is compensated, the retry replays."""
     first, second, count = twice("/stepwise/?as=validation")
