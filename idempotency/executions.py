@@ -42,6 +42,8 @@ class Execution:
         #: Inside the caller's transaction: durable only when that commits.
         self.joined = joined
         self.declared_status: str | None = None
+        #: What the handler said with `operation.unknown()`; it cannot be swallowed.
+        self.unknown: OutcomeUnknown | None = None
         operation.execution = self
 
     def complete(self, outcome: Outcome) -> None:
@@ -53,6 +55,8 @@ class Execution:
         """
         using = self.policy.using
         try:
+            if self.unknown is not None:
+                raise self.unknown
             if connections[using].needs_rollback:
                 raise RolledBack(
                     f"{self.operation.name}: the handler returned an answer although its transaction "
@@ -91,6 +95,9 @@ class Execution:
     def store_failure(self, outcome: Outcome) -> None:
         """After `abort`: store a deterministic failure, unless somebody executes meanwhile."""
         using = self.policy.using
+        if self.unknown is not None:
+            self.record(self.unknown)
+            raise self.unknown
         try:
             with transaction.atomic(using):
                 if not self._relock():
@@ -130,6 +137,7 @@ class Execution:
     def record(self, error: BaseException) -> None:
         """Remember a failed attempt. Best effort: the retry works without it."""
         operation, using = self.operation, self.policy.using
+        error = self.unknown or error
         operation.last_error = describe_error(error)
         is_unknown = isinstance(error, OutcomeUnknown) and error.operation_id == operation.pk
         operation.status = Status.RECONCILING if is_unknown else Status.PROCESSING

@@ -65,6 +65,7 @@ class StepwiseExecution:
         self.operation = operation
         self.policy = policy
         self.declared_status: str | None = None
+        self.unknown: OutcomeUnknown | None = None
         self.using = policy.using
         #: Names of this attempt, and of external steps whose outcome is not recorded.
         self._named: set[str] = set()
@@ -293,6 +294,8 @@ class StepwiseExecution:
         what a compensation raised.
         """
         try:
+            if self.unknown is not None:
+                raise self.unknown
             if self._open:
                 raise self._unknown(min(self._open))
             if outcome.status == Status.FAILED and self.declared_status is None:
@@ -320,6 +323,7 @@ class StepwiseExecution:
 
     def record(self, error: BaseException) -> None:
         operation = self.operation
+        error = self.unknown or error
         operation.last_error = self._described(error)
         is_unknown = isinstance(error, OutcomeUnknown) and error.operation_id == operation.pk
         status = Status.RECONCILING if is_unknown else Status.PROCESSING

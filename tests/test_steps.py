@@ -5,6 +5,7 @@ import json
 import os
 import signal
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -455,6 +456,24 @@ def test_a_plain_operation_may_say_that_it_does_not_know() -> None:
             pay()
     assert (find(key).status, find(key).attempt, effects(key)) == (Status.RECONCILING, 1, 0)
     assert find(key).references.get().value == "ch_1"
+
+
+@pytest.mark.parametrize("stepwise", [False, True])
+@pytest.mark.parametrize("status", [200, 400, 502])
+def test_a_view_cannot_swallow_that_the_outcome_is_unknown(status: int, stepwise: bool) -> None:
+    """Any other end would let the client, or a retry, have the effect again."""
+    key = new_key()
+
+    @idempotent(required=True, name="doubtful", stepwise=stepwise)
+    def view(request: HttpRequest) -> HttpResponse:
+        with suppress(OutcomeUnknown):
+            request.operation.unknown(provider_ref="ch_1")  # type: ignore[attr-defined]
+        return HttpResponse("swallowed", status=status)
+
+    post(view, key)
+    assert find(key).status == Status.RECONCILING
+    assert problem(post(view, key)) == "outcome-unknown"
+    assert find(key).attempt == 1
 
 
 def test_a_plain_operation_that_calls_out_may_be_reconciled_instead_of_run_again() -> None:

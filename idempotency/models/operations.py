@@ -257,7 +257,10 @@ class Operation(models.Model):
         Raises OutcomeUnknown, which ends the handler. `provider_ref` is how a webhook, a reconciler or
         a person will find the operation again.
         """
-        raise OutcomeUnknown(operation_id=self.pk, provider_ref=provider_ref)
+        unknown = OutcomeUnknown(operation_id=self.pk, provider_ref=provider_ref)
+        if self.execution is not None:
+            self.execution.unknown = unknown
+        raise unknown
 
     def requires_action(self, name: str = "action") -> Any:
         """Store the handler's answer as `requires_action` instead of `succeeded` or `failed`.
