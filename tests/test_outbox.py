@@ -153,6 +153,16 @@ def test_a_message_waits_until_its_time_on_the_databases_clock(recorder: Recorde
     assert recorder.topics == ["early", "late", "fixed"]
 
 
+def test_a_fixed_time_means_the_same_without_time_zones(settings: Any) -> None:
+    settings.USE_TZ, settings.TIME_ZONE = False, "America/New_York"
+    now = datetime.now(UTC)
+    send("early", not_before=now - timedelta(minutes=1))
+    send("late", not_before=now + timedelta(minutes=1))
+    recorder = Recorder()
+    relayed(recorder)
+    assert recorder.topics == ["early"]
+
+
 @pytest.mark.django_db(transaction=True, databases=["default", "other"])
 def test_a_message_lives_in_the_database_of_the_running_operation(recorder: Recorder) -> None:
     def handler(operation: Operation) -> Outcome:

@@ -7,11 +7,13 @@ import enum
 import json
 import uuid
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from functools import cached_property
 from typing import Any
 
+from django.conf import settings
 from django.core.serializers.json import DjangoJSONEncoder
+from django.db import connections
 from django.utils import timezone
 
 from .. import db, engine, keys
@@ -148,6 +150,8 @@ def _available(using: str, not_before: object) -> Any:
         return db.now(using, after=not_before.total_seconds())
     if not isinstance(not_before, datetime) or timezone.is_naive(not_before):
         raise ValueError("outbox.enqueue: not_before takes an aware datetime or a timedelta")
+    if not settings.USE_TZ and connections[using].vendor != "postgresql":
+        return not_before.astimezone(UTC).replace(tzinfo=None)  # what the column holds there
     return not_before
 
 
