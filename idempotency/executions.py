@@ -136,6 +136,8 @@ class Execution:
 
     def record(self, error: BaseException) -> None:
         """Remember a failed attempt. Best effort: the retry works without it."""
+        if self.joined and db.is_transient(error):
+            return  # the caller's transaction is most likely lost, and would be touched again
         operation, using = self.operation, self.policy.using
         error = self.unknown or error
         operation.last_error = describe_error(error)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from django.db import connection, connections, transaction
+from django.db import DatabaseError, InterfaceError, connection, connections, transaction
 
 from idempotency import engine
 from idempotency.exceptions import Unavailable
@@ -141,6 +141,42 @@ def test_an_operation_joined_to_a_lost_transaction_is_unavailable_and_leaves_not
     callers.drop_broken_connections()
     assert effects(f"before {key}") == effects(key) == 0
     assert engine.run(callers.intent(key), callers.succeed).replayed is False
+
+
+def test_a_lost_transaction_is_not_continued_on_a_new_connection_with_autocommit_off() -> None:
+    """The caller's earlier statements are gone: later ones must not be committed without them."""
+    key = callers.new_key()
+    transaction.set_autocommit(False)
+    try:
+        callers.Effect.objects.create(label=f"before {key}")
+        end_own_session()
+        with pytest.raises(Unavailable):
+            engine.run(callers.intent(key), callers.succeed)
+        with pytest.raises((DatabaseError, InterfaceError)):
+            callers.Effect.objects.create(label=f"after {key}")
+    finally:
+        connection.close()
+    assert effects(f"before {key}") == effects(key) == effects(f"after {key}") == 0
+    assert not engine.run(callers.intent(key), callers.succeed).replayed
+
+
+def test_a_handler_whose_callers_transaction_was_lost_leaves_it_lost() -> None:
+    key = callers.new_key()
+
+    def handler(operation: engine.Operation) -> engine.Outcome:
+        end_own_session()
+        return callers.succeed(operation)
+
+    transaction.set_autocommit(False)
+    try:
+        with pytest.raises(Unavailable):
+            engine.run(callers.intent(key), handler)
+        with pytest.raises((DatabaseError, InterfaceError)):
+            callers.Effect.objects.create(label=f"after {key}")
+    finally:
+        connection.close()
+    assert effects(key) == effects(f"after {key}") == 0
+    assert not engine.run(callers.intent(key), callers.succeed).replayed
 
 
 # The network
