@@ -75,7 +75,7 @@ def renew(fresh: Operation, intent: Intent) -> bool:
     policy = intent.policy
     with transaction.atomic(policy.using):
         locked = db.lock(policy.using, fresh.pk)
-        if locked is None or not locked.forgotten:
+        if locked is None or not locked.forgotten or locked.status == Status.REVERSED:
             return False
         fresh.attempt = locked.attempt + 1  # attempts of the old life stay below every new one
         keep, lease = times(policy)

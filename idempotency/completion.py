@@ -71,7 +71,7 @@ def submit(function: Callable[P, Any], *args: P.args, **kwargs: P.kwargs) -> uui
     using, fresh = intent.policy.using, claims.first_row(intent)
     with transaction.atomic(using):
         is_new, found = db.claim(using, fresh.__dict__, 0, None)
-        if found is not None and found.is_final and found.forgotten and not found.is_waiting:
+        if found is not None and found.may_start_anew:
             is_new = claims.renew(fresh, intent)
         elif found is not None and not intent.fingerprint.matches(found.fingerprint):
             raise Mismatch(operation_id=found.pk)

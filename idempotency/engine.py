@@ -206,7 +206,7 @@ def _claim(fresh: Operation, intent: Intent) -> Operation | Replay | None:
     keep, lease = times(policy)
     if intent.from_client and conf.REFUSE_OLD_KEYS and is_late(intent.key, keep):
         is_new, found = False, db.read(policy.using, fresh.pk)
-        if found is None or (found.is_final and found.forgotten):
+        if found is None or found.may_start_anew:
             raise KeyTooOld(operation_id=fresh.pk)
     else:
         due = lease if policy.stepwise and lease else keep
@@ -219,7 +219,7 @@ def _claim(fresh: Operation, intent: Intent) -> Operation | Replay | None:
         return fresh
     if found.scope != fresh.scope or found.key != fresh.key:  # SHA-256 would have collided
         raise IdempotencyError(f"operation {found.pk} belongs to another key")
-    if found.is_final and found.forgotten and not found.is_waiting:
+    if found.may_start_anew:
         return fresh if renew(fresh, intent) else found
     if not intent.fingerprint.matches(found.fingerprint):
         _refuse(found, Mismatch(operation_id=found.pk))

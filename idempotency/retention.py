@@ -3,7 +3,8 @@
 A finished operation is due when its replay window ends. If its key is still to be refused after
 that, it loses its outcome and becomes a tombstone that is due again when the tombstone ends; then
 it is deleted with everything that belongs to it. An operation that was claimed and never finished
-is deleted when it is due and nobody executes it. Never touched: `reconciling` operations, stepwise
+is deleted when it is due and nobody executes it. A reversed one keeps its key for ever, without its
+outcome: see `Operation.may_start_anew`. Never touched: `reconciling` operations, stepwise
 operations that are unfinished or wait for an action, and whatever somebody holds the row lock of.
 """
 
@@ -135,6 +136,8 @@ def _due(using: str, status: str, *, by: timedelta = timedelta(0)) -> QuerySet[O
     due = Operation.objects.using(using).filter(
         status=status, due_at__lte=db.now(using, after=-by.total_seconds())
     )
+    if status == Status.REVERSED:  # once their outcome is gone there is nothing more to do
+        return due.filter(headers__isnull=False)
     return due.filter(stepwise=False) if status in _KEPT_IF_STEPWISE else due
 
 
@@ -146,7 +149,7 @@ def _count(using: str) -> Purged:
     total = Purged(interrupted=_due(using, Status.PROCESSING).count())
     for status in FINAL:
         due = _due(using, status)
-        deleted = due.filter(_over(using)).count()
+        deleted = 0 if status == Status.REVERSED else due.filter(_over(using)).count()
         total += Purged(deleted=deleted, tombstoned=due.count() - deleted)
     return total
 
@@ -225,7 +228,7 @@ def _batch(using: str, status: str, size: int, after: _Cursor) -> tuple[Purged, 
             continue
         if status == Status.PROCESSING and mark is not None and not last_error:
             _hand_to_reconciler(using, pk, attempt)
-        elif status == Status.PROCESSING or over:
+        elif status == Status.PROCESSING or (over and status != Status.REVERSED):
             gone.append(pk)
         else:
             finished.append(pk)

@@ -9,7 +9,7 @@ from django.db.models import F
 
 from idempotency import engine, signals
 from idempotency.completion import complete_abandoned
-from idempotency.exceptions import IllegalTransition, ReentrantOperation
+from idempotency.exceptions import IllegalTransition, KeyExpired, ReentrantOperation
 from idempotency.models import EventKind, Operation, Outcome, Status
 from idempotency.retention import purge
 from tests import shops
@@ -101,16 +101,6 @@ def test_a_reversal_that_is_remembered_no_more_is_not_made_again(key: str) -> No
     end_window(reversal(key).key)
     reverse(key)
     assert (refunds(key), shops.stock(key)) == (1, 0)
-
-
-def test_the_next_life_of_a_key_is_reversed_by_itself(key: str) -> None:
-    reverse(key)
-    end_window(key)
-    shops.provider.honours_keys = False
-    shops.pay(key, "asked")
-    assert shops.stock(key) == -1
-    reverse(key)
-    assert (find(key).status, shops.stock(key)) == (Status.REVERSED, 0)
 
 
 def test_the_completer_does_not_finish_a_reversal_at_the_next_life_of_the_key(
@@ -213,3 +203,17 @@ def test_without_its_steps_there_is_nothing_to_reverse(key: str) -> None:
     Operation.objects.filter(key=key).delete()
     with pytest.raises(Operation.DoesNotExist):
         operation.reverse(reason="too late")
+
+
+@pytest.mark.parametrize("purged", [False, True])
+def test_a_refunded_charge_never_pays_for_a_new_life_of_the_key(key: str, purged: bool) -> None:
+    """The provider would recognise the derived key and answer with the charge that was undone."""
+    reverse(key)
+    end_window(key)
+    if purged:
+        purge()
+        assert find(key).body is None
+        assert purge().tombstoned == 0  # nothing is left to do for it
+    with pytest.raises(KeyExpired):
+        shops.pay(key, "asked")
+    assert find(key).status == Status.REVERSED

@@ -178,7 +178,9 @@ def verdict(operation: Operation, state: str, events: Iterable[Event]) -> Verdic
     }
     headline, explanation, retry = texts[state]
     if not retry:
-        if gone:
+        if gone and state == "reversed":
+            retry = gettext("It is refused for good: its key stands for what was undone.")
+        elif gone:
             retry = gettext("It would be done again: the key was forgotten at %(tombstone)s.")
         elif window:
             retry = gettext("It is refused until %(tombstone)s: the answer is no longer kept.")

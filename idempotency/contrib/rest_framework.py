@@ -109,7 +109,10 @@ class IdempotencyMixin:
     def initial(self, request: Any, *args: Any, **kwargs: Any) -> None:
         policy = self.get_idempotency_policy(request)
         resolved = None if policy is None else policy.resolved()
-        if resolved is not None and request.method in resolved.methods:
+        may_have_key = resolved is not None and (
+            resolved.key is not None or conf.KEY_HEADER in request.headers
+        )
+        if resolved is not None and may_have_key and request.method in resolved.methods:
             requests.spool(request)  # before a permission reads request.data and the bytes are gone
         super().initial(request, *args, **kwargs)  # type: ignore[misc]
         method = request.method.lower()

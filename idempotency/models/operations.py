@@ -179,6 +179,16 @@ class Operation(models.Model):
         """Whether it goes on after somebody's action; its steps are not forgotten with its window."""
         return self.stepwise and self.status == Status.REQUIRES_ACTION
 
+    @property
+    def may_start_anew(self) -> bool:
+        """Whether the key names a new intent by now.
+
+        Never after a reversal: the derived keys would be those of what was undone, and a provider
+        that remembers them would answer with the refunded charge.
+        """
+        may = self.is_final and self.forgotten
+        return may and not self.is_waiting and self.status != Status.REVERSED
+
     def derive_key(self, name: str) -> str:
         """A key for a downstream system: the same on every attempt, takeover, deploy and re-use.
 
