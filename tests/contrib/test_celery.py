@@ -434,4 +434,6 @@ def test_events_tell_replays_of_a_task(broker: Queue) -> None:
     delivery = broker.sent()
     for _ in range(3):
         broker.deliver(delivery)
-    assert [event.kind for event in Operation.objects.get().events.all()] == [EventKind.REPLAYED] * 2
+    assert [event.kind for event in Operation.objects.get().events.all()] == [
+        EventKind.REPLAYED
+    ] * 2
