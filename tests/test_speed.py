@@ -38,7 +38,11 @@ def test_a_first_request_costs_three_statements_more_than_an_atomic_view():
     first = statements(post, effect_view(), new_key())
 
     # MySQL, unlike MariaDB, cannot return the row that an insert met.
-    claim = 2 if connection.vendor == "mysql" and not connection.features.can_return_columns_from_insert else 1
+    claim = (
+        2
+        if connection.vendor == "mysql" and not connection.features.can_return_columns_from_insert
+        else 1
+    )
     assert len(first) == len(without) + claim + 2, first
 
 
