@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 from django.db import transaction
 
-from idempotency import outbox
+from idempotency import inbox, outbox
 from idempotency.models import MessageStatus, OutboxMessage
 from idempotency.outbox.claims import claim
+from tests.app.models import Effect
 from tests.outboxes import File, Recorder, fill, make_due, relayed, row, send, statuses
 from tests.processes import Signal, eventually, in_processes, in_threads
 
@@ -247,7 +248,22 @@ def test_ten_thousand_messages_with_poison_among_them(file: File, settings: Any)
     file.before = lambda message: None  # the fault is mended
     assert outbox.redrive(dead) == poison
     relayed(file)
-    assert {line.id for line in file.lines()} == {
+    published = [line.id for line in file.lines()]
+    assert set(published) == {
         str(i) for i in OutboxMessage.objects.values_list("message_id", flat=True)
     }
     assert set(statuses().values()) == {MessageStatus.SENT}
+
+    consume([*published, *published[::20]])
+    labels = Effect.objects.filter(amount=total).values_list("label", flat=True)
+    assert sorted(labels) == sorted(set(published))
+
+
+def consume(message_ids: list[str], size: int = 500) -> None:
+    """Receive messages, some of them again, with one effect each; a transaction for each batch."""
+    for start in range(0, len(message_ids), size):
+        with transaction.atomic():
+            for message_id in message_ids[start : start + size]:
+                with inbox.receive(consumer="shop", message_id=message_id) as message:
+                    if message.is_new:
+                        Effect.objects.create(label=message_id, amount=10_000)
