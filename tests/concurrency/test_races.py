@@ -239,7 +239,8 @@ def test_duplicates_while_attempts_fail_end_with_one_effect() -> None:
     assert counted["201 new"] == 1
     assert counted["201 replay"] == 7
     assert effects(key) == 1
-    assert 2 <= operation(key).attempt <= 4  # who fails cannot note it once the next one runs
+    # Who fails cannot note it once the next one runs; the claimant itself may be the last.
+    assert 1 <= operation(key).attempt <= 4
 
 
 @needs_row_locks

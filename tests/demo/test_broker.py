@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-from concurrent.futures import ThreadPoolExecutor
+import json
+import subprocess
+import sys
 from pathlib import Path
 from queue import Empty
 from typing import Any
@@ -46,20 +48,33 @@ def test_a_message_appears_when_it_is_complete(
     assert [path.suffix for path in (tmp_path / "messages").iterdir()] == [".msg"]
 
 
-def test_many_writers_lose_nothing(connect: Any) -> None:
-    def write(number: int) -> None:
-        with connect() as connection:
-            connection.SimpleQueue("shop").put(number)
+WRITER = """
+import importlib.util, json, sys
+from kombu import Connection
+path, options, first = sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3])
+spec = importlib.util.spec_from_file_location("demo_broker", path)
+broker = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(broker)
+with Connection("filesystem://", transport=broker.Transport, transport_options=options) as connection:
+    queue = connection.SimpleQueue("shop")
+    for number in range(first, first + 10):
+        queue.put(number)
+"""
 
-    with connect() as connection:  # Kombu's threads share what they know about queues, too early
+
+def test_many_writers_lose_nothing(connect: Any) -> None:
+    """Writers are processes, as in the demo: Kombu's threads share what they know about queues."""
+    with connect() as connection:
         connection.SimpleQueue("shop")
-    with ThreadPoolExecutor(8) as threads:
-        list(threads.map(write, range(40)))
+        options = json.dumps(connection.transport_options)
+    command = [sys.executable, "-c", WRITER, str(ROOT / "demo_shop" / "broker.py"), options]
+    writers = [subprocess.Popen([*command, str(first)]) for first in range(0, 40, 10)]
+    assert [writer.wait(60) for writer in writers] == [0] * 4
     with connect() as connection:
         queue = connection.SimpleQueue("shop")
         found = set()
         for _ in range(40):
-            message = queue.get(timeout=5)
+            message = queue.get(timeout=30)
             found.add(message.payload)
             message.ack()
     assert found == set(range(40))
