@@ -239,8 +239,9 @@ def test_duplicates_while_attempts_fail_end_with_one_effect() -> None:
     assert counted["201 new"] == 1
     assert counted["201 replay"] == 7
     assert effects(key) == 1
-    # Who fails cannot note it once the next one runs; the claimant itself may be the last.
-    assert 1 <= operation(key).attempt <= 4
+    # Who fails cannot note it once the next one runs, and a twin that is faster than the claimant
+    # counts as its successor.
+    assert 1 <= operation(key).attempt <= 5
 
 
 @needs_row_locks
