@@ -32,7 +32,7 @@ from idempotency import fingerprints
 from idempotency.exceptions import ConfigurationError, InvalidKey
 from idempotency.fingerprints import Fingerprint
 from idempotency.http import bodies
-from idempotency.http.requests import find_key, request_fingerprint, spool
+from idempotency.http.requests import find_key, request_fingerprint, spool, spool_when_read
 from idempotency.policies import Policy, Resolved
 
 MB = 1024 * 1024
@@ -524,8 +524,9 @@ BODIES = [
 
 
 @pytest.mark.parametrize(("body", "kind"), BODIES)
+@pytest.mark.parametrize("prepare", [spool, spool_when_read])
 def test_the_view_reads_the_body_as_if_nothing_had_read_it(
-    make: Make, settings: Any, body: bytes, kind: str
+    make: Make, settings: Any, body: bytes, kind: str, prepare: Any
 ) -> None:
     """BUGS J12."""
     settings.DATA_UPLOAD_MAX_MEMORY_SIZE = None
@@ -536,7 +537,7 @@ def test_the_view_reads_the_body_as_if_nothing_had_read_it(
         lambda r: b"".join(r),
     ):
         request = make(body, kind)
-        spool(request)
+        prepare(request)
         fingerprint(request)
         fingerprint(request)
         assert read(request) == body
@@ -609,10 +610,9 @@ def test_a_permission_that_reads_the_data_changes_nothing(
 ) -> None:
     """PEER_DEFECTS: `request.data` in a permission must not make the body look empty."""
     untouched = fingerprint(drf(make(body, kind)))
-    for early in (True, False):
+    for prepare in (spool, spool_when_read, lambda request: None):
         request = drf(make(body, kind))
-        if early:
-            spool(request)
+        prepare(request)
         data = request.data
         assert fingerprint(request) == untouched
         assert request.data is data
@@ -888,6 +888,10 @@ def test_a_client_that_goes_away_while_sending_is_not_a_request() -> None:
 
     with pytest.raises(UnreadablePostError):
         spool(wsgi(Broken(), "text/plain", size=5))
+    request = wsgi(Broken(), "text/plain", size=5)
+    spool_when_read(request)
+    with pytest.raises(UnreadablePostError):
+        fingerprint(request)
 
 
 def test_a_request_without_a_stream_has_an_empty_body() -> None:

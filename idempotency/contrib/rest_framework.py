@@ -113,7 +113,9 @@ class IdempotencyMixin:
             resolved.key is not None or conf.KEY_HEADER in request.headers
         )
         if resolved is not None and may_have_key and request.method in resolved.methods:
-            requests.spool(request)  # before a permission reads request.data and the bytes are gone
+            # A permission may read request.data, and the bytes would be gone; a caller who is turned
+            # away before anybody reads makes the server keep nothing.
+            requests.spool_when_read(request)
         super().initial(request, *args, **kwargs)  # type: ignore[misc]
         method = request.method.lower()
         handler = getattr(self, method, None)

@@ -14,7 +14,7 @@ from django.conf import settings
 from django.core.exceptions import BadRequest
 from django.core.files.uploadedfile import UploadedFile
 from django.core.files.uploadhandler import FileUploadHandler
-from django.http import HttpRequest
+from django.http import HttpRequest, UnreadablePostError
 from django.http.multipartparser import MultiPartParser, MultiPartParserError
 
 from idempotency import fingerprints
@@ -67,25 +67,57 @@ def spool(request: Any) -> None:
     ASGI, or is used up. Raises UnreadablePostError if the client went away.
     """
     http: Any = django_request(request)
-    stream = getattr(http, "_stream", None)
-    if stream is None or hasattr(http, "_body") or http._read_started or _seekable(stream):
-        return
+    stream = _unread(http)
+    if stream is not None and not _seekable(stream):
+        http._stream = _spooled(http, stream)
+
+
+def spool_when_read(request: Any) -> None:
+    """`spool` when somebody reads the body; a request that is refused before costs no room."""
+    http: Any = django_request(request)
+    if _unread(http) is not None:
+        http._stream = _Unread(http)
+
+
+class _Unread:
+    """A request's stream that is spooled, and replaced by its file, at the first touch."""
+
+    def __init__(self, http: Any) -> None:
+        self._http, self._stream = http, http._stream
+
+    def __getattr__(self, name: str) -> Any:
+        http = self._http
+        if http._stream is self:
+            seekable = _seekable(self._stream)
+            http._stream = self._stream if seekable else _spooled(http, self._stream)
+        return getattr(http._stream, name)
+
+
+def _unread(http: Any) -> Any:
+    """The request's stream if nobody has read it, else None."""
+    is_read = hasattr(http, "_body") or getattr(http, "_read_started", False)
+    return None if is_read else getattr(http, "_stream", None)
+
+
+def _spooled(http: Any, stream: Any) -> IO[bytes]:
     buffer: IO[bytes] = BytesIO()
     try:
-        while chunk := http.read(_CHUNK):
+        while chunk := stream.read(_CHUNK):
             buffer.write(chunk)
             if isinstance(buffer, BytesIO) and buffer.tell() > settings.FILE_UPLOAD_MAX_MEMORY_SIZE:
                 memory = buffer
                 buffer = TemporaryFile(dir=settings.FILE_UPLOAD_TEMP_DIR)  # noqa: SIM115
                 buffer.write(memory.getbuffer())
+    except OSError as error:
+        buffer.close()
+        raise UnreadablePostError(*error.args) from error
     except BaseException:
         buffer.close()
         raise
     if not isinstance(buffer, BytesIO):
         _close_with(http, buffer)
     buffer.seek(0)
-    http._stream = buffer
-    http._read_started = False
+    return buffer
 
 
 def canonical_body(request: Any, exclude: frozenset[str]) -> Parts:

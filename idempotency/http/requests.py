@@ -14,9 +14,17 @@ from idempotency.exceptions import ConfigurationError, InvalidKey
 from idempotency.fingerprints import Fingerprint
 from idempotency.policies import Resolved
 
-from .bodies import canonical_body, django_request, is_drf, is_json, spool, url_pairs
+from .bodies import (
+    canonical_body,
+    django_request,
+    is_drf,
+    is_json,
+    spool,
+    spool_when_read,
+    url_pairs,
+)
 
-__all__ = ["find_key", "request_fingerprint", "spool"]
+__all__ = ["find_key", "request_fingerprint", "spool", "spool_when_read"]
 
 #: Headers that change what is asked for.
 _COMPARED_HEADERS = ("HTTP_IF_MATCH", "HTTP_IF_NONE_MATCH")

@@ -3,6 +3,7 @@
 import functools
 import sqlite3
 from base64 import b64encode
+from io import BytesIO
 
 import pytest
 from django.contrib.auth.models import User
@@ -107,6 +108,10 @@ class Plain(IdempotencyMixin, APIView):
 
     def post(self, request):
         return created(request)
+
+
+class Guarded(Plain):
+    permission_classes = [permissions.IsAuthenticated]
 
 
 class Create(IdempotencyMixin, generics.CreateAPIView):
@@ -434,6 +439,7 @@ router.register("decorated", DecoratedMethods, basename="decorated")
 urlpatterns = [
     path("", include(router.urls)),
     path("plain/", Plain.as_view()),
+    path("guarded/", Guarded.as_view()),
     path("create/", Create.as_view()),
     path(
         "by-action/",
@@ -659,6 +665,41 @@ def test_a_caller_who_may_not_call_never_makes_a_row(close, code):
     Gate.open = Throttle.allow = True
     assert send(login(), "/plain/", key).status_code == 201
     assert effects(key) == 1
+
+
+class Upload(BytesIO):
+    """A body that says whether the server has taken it."""
+
+    taken = False
+
+    def read(self, *args):
+        self.taken = True
+        return super().read(*args)
+
+    def seekable(self):
+        return False
+
+
+@pytest.mark.parametrize("close", [signed_out, full])
+def test_a_caller_who_is_turned_away_does_not_make_the_server_keep_the_body(close):
+    """R40: who may call is decided before a byte is read or spooled."""
+    client, key = login(), new_key()
+    close(client)
+
+    def upload():
+        body = Upload(b'{"amount": 1}')
+        options = {"wsgi.input": body, "CONTENT_LENGTH": 13}
+        return send(client, "/guarded/", key, **options), body.taken
+
+    response, taken = upload()
+    assert response.status_code in (403, 429)
+    assert not taken
+
+    Throttle.allow, client = True, login()
+    assert upload()[0].status_code == 201
+    replay, taken = upload()
+    assert is_replay(replay)
+    assert taken  # it is compared
 
 
 def test_401_is_not_stored_either():
