@@ -67,8 +67,13 @@ _running: ContextVar[tuple[Operation, ...]] = ContextVar("idempotency_running", 
 
 def current() -> Operation | None:
     """The operation being executed in this context, or None."""
-    running = _running.get()
+    running = _executing()
     return running[-1] if running else None
+
+
+def _executing() -> list[Operation]:
+    # A task or thread that was started by a handler has a copy of its context, and may outlive it.
+    return [operation for operation in _running.get() if operation.execution is not None]
 
 
 @contextmanager
@@ -80,6 +85,7 @@ def running(operation: Operation) -> Iterator[Operation]:
         yield operation
     finally:
         _running.set(before)
+        operation.execution = None
 
 
 @dataclass(frozen=True)
@@ -145,7 +151,7 @@ def _try(intent: Intent) -> AnyExecution | Replay:
     policy = intent.policy
     fresh = first_row(intent)
     pk = fresh.pk
-    if any(operation.pk == pk for operation in _running.get()):
+    if any(operation.pk == pk for operation in _executing()):
         raise ReentrantOperation(
             f"{intent.name}: this operation is being executed by this very call. "
             "Give the inner operation a key of its own, for example current().derive_key('inner')."
@@ -191,7 +197,7 @@ def _try(intent: Intent) -> AnyExecution | Replay:
 
 def _refuse_sibling(intent: Intent) -> None:
     """Two tasks of one event loop may share a connection; their transactions would become one."""
-    known = {None, *(operation.pk for operation in _running.get())}
+    known = {None, *(operation.pk for operation in _executing())}
     for block in connections[intent.policy.using].atomic_blocks:
         if vars(block).get("operation_id") not in known:
             raise ConfigurationError(

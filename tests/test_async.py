@@ -26,7 +26,7 @@ from django.views import View
 from django.views.decorators.csrf import csrf_exempt
 
 from idempotency import db, engine, scopes
-from idempotency.decorators import idempotent
+from idempotency.decorators import idempotent, idempotent_function
 from idempotency.models import Operation
 from tests.app.models import Effect
 from tests.callers import effects, events, is_replay, new_key, operation, problem
@@ -250,6 +250,37 @@ def test_the_operation_is_known_in_the_view_and_in_its_threads():
     first, second, count = twice("/sees_its_operation/")
     assert (first.status_code, is_replay(second), count) == (200, True, 1)
     assert first.json()["id"] == str(Operation.objects.get().pk)
+
+
+def test_a_task_that_outlives_its_operation_is_not_part_of_it():
+    """What it does later must not be linked to an operation that has finished, nor be refused as its part."""
+    key, seen = new_key(), []
+
+    @idempotent_function(name="report", key=lambda: key)
+    async def report():
+        over = asyncio.Event()
+
+        async def later():
+            seen.append(engine.current().key)
+            await over.wait()
+            seen.append(engine.current())
+            return await report()  # the same one once more: a replay, not "inside itself"
+
+        task = asyncio.create_task(later())
+        await asyncio.sleep(0)
+        tasks.append((task, over))
+        return "sent"
+
+    tasks: list[Any] = []
+
+    async def run():
+        await report()
+        [(task, over)] = tasks
+        over.set()
+        return await task
+
+    assert async_to_sync(run)() == "sent"
+    assert seen == [key, None]
 
 
 def test_safe_methods_ignore_the_key_and_do_no_query(django_assert_num_queries):
