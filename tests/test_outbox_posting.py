@@ -32,6 +32,10 @@ from idempotency.outbox import PermanentFailure, posting
         "64:ff9b::a9fe:a9fe",
         "2002:7f00:1::",
         "2001:0:4136:e378:8000:63bf:3fff:fdd2",
+        "64:ff9b:1::a9fe:a9fe",
+        "::ffff:0:a9fe:a9fe",
+        "fec0::1",
+        "4000::1",
         "fe80::1",
         "fc00::1",
         "ff02::1",
@@ -63,6 +67,24 @@ class Network:
         raise ConnectionRefusedError
 
 
+@pytest.mark.parametrize(
+    "host",
+    [
+        "2130706433",
+        "0x7f000001",
+        "0177.0.0.1",
+        "127.1",
+        "0",
+        "[::1]",
+        "[::ffff:127.0.0.1]",
+        "①②⑦.①",
+    ],
+)
+def test_a_private_address_is_known_however_it_is_written(host: str) -> None:
+    with pytest.raises(posting.AddressRefused, match="not public"):
+        posting.post(f"https://{host}/", b"", {})
+
+
 def test_the_address_that_was_checked_is_the_one_connected_to(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -81,6 +103,26 @@ def test_the_next_address_is_tried_when_one_does_not_answer(
     with pytest.raises(ConnectionRefusedError):
         posting.post("https://two.test/", b"", {})
     assert network.connected == ["2606:4700::1111", "8.8.8.8"]
+
+
+def test_many_addresses_share_the_time_of_one_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a name server holds a relay beyond its lease, with a list of addresses that never answer."""
+    network = Network(monkeypatch, [f"8.8.8.{number}" for number in range(50)])
+    waits: list[float] = []
+
+    class Clock:
+        monotonic = staticmethod(lambda: 9.0 * len(waits))
+
+    def create_connection(address: tuple[str, int], timeout: float) -> Any:
+        waits.append(timeout)
+        raise TimeoutError
+
+    monkeypatch.setattr(posting, "time", Clock)
+    monkeypatch.setattr(socket, "create_connection", create_connection)
+    with pytest.raises(TimeoutError):
+        posting.post("https://many.test/", b"", {}, timeout=15)
+    assert waits == [15, 6]
+    assert network.answers == []
 
 
 @pytest.mark.parametrize("answers", [["8.8.8.8", "10.0.0.1"], ["10.0.0.1", "8.8.8.8"]])
@@ -102,6 +144,11 @@ def test_one_private_address_spoils_the_name(
         "https://",
         "https://user:secret@example.test/",
         "example.test",
+        "https://[::1",
+        "https://example.test:99999/",
+        "https://example.test/secret file",
+        "https://example.test/secreté",
+        "https://example.test/secret\x7f",
     ],
 )
 def test_a_url_of_another_kind_is_refused_without_showing_it(
@@ -112,3 +159,8 @@ def test_a_url_of_another_kind_is_refused_without_showing_it(
         posting.post(url, b"", {})
     assert "secret" not in str(refused.value)
     assert network.connected == []
+
+
+def test_a_host_that_no_name_server_can_be_asked_for_is_refused() -> None:
+    with pytest.raises(posting.AddressRefused):
+        posting.post(f"https://{'a' * 64}.test/", b"", {})

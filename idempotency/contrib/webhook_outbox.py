@@ -117,7 +117,7 @@ def retry_after(value: str | None, now: datetime) -> float:
         return min(float(value), LONGEST_RETRY_AFTER)
     try:
         date = email.utils.parsedate_to_datetime(value)
-    except ValueError:
+    except (ValueError, OverflowError):
         return 0.0
     if date.tzinfo is None:
         date = date.replace(tzinfo=UTC)

@@ -21,6 +21,7 @@ from idempotency import outbox
 from idempotency.contrib.webhook_outbox import Endpoint, WebhookPublisher, retry_after
 from idempotency.exceptions import ConfigurationError
 from idempotency.models import MessageStatus
+from idempotency.outbox import posting
 from tests.outboxes import make_due, row, send
 
 pytestmark = pytest.mark.django_db
@@ -68,7 +69,7 @@ def status(code: int, **headers: str) -> Callable[[Handler], Any]:
     def answer(handler: Handler) -> None:
         handler.send_response(code)
         for name, value in headers.items():
-            handler.send_header(name.replace("_", "-"), value)
+            handler.send_header(name, value)
         handler.send_header("Content-Length", "0")
         handler.end_headers()
 
@@ -187,10 +188,11 @@ def test_any_other_answer_is_tried_again(receiver: Receiver, code: int) -> None:
     assert row(message).last_error == f"RetryAfter: HTTP {code}"
 
 
-@pytest.mark.parametrize("code", [429, 503])
-def test_retry_after_is_honoured(receiver: Receiver, code: int) -> None:
+@pytest.mark.parametrize(("code", "name"), [(429, "Retry-After"), (503, "retry-after")])
+def test_retry_after_is_honoured(receiver: Receiver, code: int, name: str) -> None:
+    """Uvicorn and Node, among others, write the names of headers in lower case."""
     message = send("t", 1)
-    receiver.answer = status(code, Retry_After="1800")
+    receiver.answer = status(code, **{name: "1800"})
     outbox.relay(publisher=publisher(receiver))
     waits = row(message).available_at - row(message).created_at
     assert timedelta(seconds=1800) <= waits < timedelta(seconds=1860)
@@ -203,7 +205,8 @@ def test_retry_after_is_seconds_or_a_date_and_nonsense_is_nothing() -> None:
     assert retry_after(format_datetime(now - timedelta(minutes=5), usegmt=True), now) == 0
     assert retry_after("Thu, 01 Jan 2026 00:05:00 -0000", now) == 300  # without a zone: UTC
     assert retry_after("99999999999", now) == 24 * 3600
-    for nonsense in (None, "", "soon", "-1", "1.5", "²", "Thu, 99 Foo 2026"):
+    far_away = f"Thu, 01 Jan 2026 00:05:00 +{'9' * 20}"
+    for nonsense in (None, "", "soon", "-1", "1.5", "²", "Thu, 99 Foo 2026", far_away):
         assert retry_after(nonsense, now) == 0
 
 
@@ -222,6 +225,18 @@ def answer_for_ever(handler: Handler) -> None:
         handler.wfile.write(b"x")
         handler.wfile.flush()
         time.sleep(0.02)
+
+
+def send_a_body_without_end(handler: Handler) -> None:
+    handler.wfile.write(b"HTTP/1.1 200 OK\r\n\r\n")
+    while True:
+        handler.wfile.write(bytes(65536))
+
+
+def test_the_body_of_an_answer_is_not_read(receiver: Receiver) -> None:
+    send("t", 1)
+    receiver.answer = send_a_body_without_end
+    assert outbox.relay(publisher=publisher(receiver)) == outbox.Summary(sent=1)
 
 
 @pytest.mark.parametrize("fault", [hang_up, talk_nonsense, answer_for_ever])
@@ -305,3 +320,35 @@ def test_the_certificate_must_be_trusted_and_name_the_host_although_the_address_
     assert attempt("hooks.test", "127.0.0.1") == outbox.Summary(sent=1)
     [(headers, _)] = receiver.requests
     assert headers["host"] == f"hooks.test:{receiver.server_port}"
+
+
+def test_a_handshake_that_takes_all_the_time_leaves_none_for_the_answer(
+    receiver: Receiver, certificate: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The watchdog barks while there is nothing to bite: an answer after that would have no end."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate)
+    receiver.socket = context.wrap_socket(receiver.socket, server_side=True)
+    receiver.url = f"https://hooks.test:{receiver.server_port}/"
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+    resolving(monkeypatch, "127.0.0.1")
+    barked, bark, trusting = threading.Event(), posting._Pinned.abort, ssl.create_default_context
+
+    def abort(self: Any) -> None:
+        bark(self)
+        barked.set()
+
+    class Late:
+        @staticmethod
+        def wrap_socket(*args: Any, **options: Any) -> Any:
+            shaken = trusting().wrap_socket(*args, **options)
+            assert barked.wait(60)
+            return shaken
+
+    monkeypatch.setattr(posting._Pinned, "abort", abort)
+    monkeypatch.setattr(ssl, "create_default_context", Late)
+    send("t", 1)
+    summary = outbox.relay(publisher=publisher(receiver, timeout=1))
+    assert summary == outbox.Summary(retried=1)
+    assert barked.is_set()  # the handshake was done by then
+    assert receiver.requests == []
