@@ -17,8 +17,9 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from django.core.exceptions import BadRequest, PermissionDenied, SuspiciousOperation
 from django.db import DatabaseError, IntegrityError, OperationalError, connection, transaction
-from django.http import HttpRequest, HttpResponse
+from django.http import Http404, HttpRequest, HttpResponse
 from django.http.request import UnreadablePostError
 from django.test import Client, RequestFactory
 from django.urls import path
@@ -250,6 +251,16 @@ def test_handlers_are_inherited_and_named_once() -> None:
     assert [handler.name for handler in child.handlers()] == ["seen", "late", "child"]
 
 
+def test_an_async_handler_is_refused_and_not_acknowledged_without_running() -> None:
+    view = hook()
+
+    async def handle(delivery: Delivery) -> None: ...
+
+    with pytest.raises(ConfigurationError, match="is async"):
+        view.handles()(handle)
+    assert view.handlers() == []
+
+
 def test_a_handlers_default_name_is_its_dotted_name() -> None:
     view = hook()
 
@@ -346,6 +357,18 @@ def test_a_delivery_that_cannot_begin_is_answered_and_not_a_fault(
     assert response.status_code == status
     assert ("Retry-After" in response) is comes_back
     assert effects("seen") == 0
+
+
+@pytest.mark.parametrize(
+    "error", [Http404(), PermissionDenied(), BadRequest(), SuspiciousOperation()]
+)
+def test_what_django_blames_on_visitors_is_a_failure_in_a_handler(error: Exception) -> None:
+    """`get_object_or_404` in a handler: a 404 would tell the sender, and the log, that the URL is wrong."""
+    view = hook()
+    effect(view, "seen", fault=Faults(error))
+    assert deliver(view).status_code == 500
+    assert effects("seen") == 0
+    assert deliver(view).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -476,10 +499,23 @@ def test_a_verifier_may_be_any_callable_or_a_method() -> None:
         assert deliver(view, headers={}).status_code == 400  # a KeyError in the verifier
 
 
-def test_a_verifier_that_returns_false_has_refused() -> None:
+async def not_awaited(body: bytes, headers: Any) -> bool:
+    return False
+
+
+@pytest.mark.filterwarnings("ignore:coroutine:RuntimeWarning")
+@pytest.mark.parametrize(
+    "verify",
+    [
+        lambda body, headers: False,
+        lambda body, headers: headers.get("X-Sig", "") and hmac.compare_digest("a", "b"),
+        lambda body, headers: 0,
+        not_awaited,
+    ],
+)
+def test_a_verifier_that_returns_anything_but_none_or_true_has_refused(verify: Any) -> None:
     """As a callable that only compares would: ignoring its answer would let everybody in."""
-    view = one_effect(verify=lambda body, headers: False, delivery_id="body")
-    assert deliver(view).status_code == 401
+    assert deliver(one_effect(verify=verify, delivery_id="body")).status_code == 401
     assert nothing_is_kept()
     view = one_effect(verify=lambda body, headers: True, delivery_id="body")
     assert deliver(view).status_code == 200
@@ -545,6 +581,23 @@ def test_shopify_needs_a_verifier_only() -> None:
     for _ in range(2):
         assert deliver(view, body=body, headers=headers).status_code == 200
     assert effects("seen") == 1
+    del headers["X-Shopify-Event-Id"]
+    assert deliver(view, body=body, headers=headers).status_code == 400
+
+
+def test_one_event_of_shopify_may_come_under_several_topics() -> None:
+    view = hook(verify=shopify("s"), source="shopify")
+    effect(view, "seen", "orders/*")
+    for topic in ("orders/create", "orders/paid", "orders/create"):
+        body = json.dumps({"id": 1, "told_as": topic}).encode()
+        digest = base64.b64encode(hmac.new(b"s", body, hashlib.sha256).digest()).decode()
+        headers = {
+            "X-Shopify-Hmac-Sha256": digest,
+            "X-Shopify-Event-Id": "e1",
+            "X-Shopify-Topic": topic,
+        }
+        assert deliver(view, body=body, headers=headers).status_code == 200
+    assert effects("seen") == 2
 
 
 def token(body: bytes) -> dict[str, str]:
@@ -716,10 +769,9 @@ def test_a_signed_form_has_its_type_and_fields() -> None:
     """BUGS Q10."""
     view = hook(event_type="form:event")
     got: list[Any] = []
-    view.handles("sms.*", name="h")(lambda delivery: got.append(delivery.form["text"]))
-    body = b"event=sms.in&text=%C3%A9+%26"
-    form = "application/x-www-form-urlencoded"
-    assert deliver(view, body=body, content_type=form).status_code == 200
+    view.handles("sms.é*", name="h")(lambda delivery: got.append(delivery.form["text"]))
+    body = b"event=sms.%C3%A9in&text=%C3%A9+%26"
+    assert deliver(view, body=body, content_type=FORM).status_code == 200
     assert got == ["é &"]
 
 
@@ -808,8 +860,9 @@ def test_a_body_is_not_read_beyond_the_limit_whatever_its_length_says() -> None:
     request.META["CONTENT_LENGTH"] = ""
     assert one_effect(max_bytes=10).as_view()(request).status_code == 413
     assert len(request.read()) == 100 - 11
+    request = RequestFactory().post("/", b"x", content_type="text/plain")
     request.META["CONTENT_LENGTH"] = "many"
-    del request
+    assert one_effect().as_view()(request).status_code == 400
     assert nothing_is_kept()
 
 
@@ -1084,6 +1137,19 @@ def test_a_batch_can_be_acknowledged_first() -> None:
     assert OutboxMessage.objects.count() == 3
     outbox.relay()
     assert (effects("a"), effects("b"), effects("c")) == (1, 1, 1)
+
+
+def test_an_event_of_a_batch_that_was_another_before_takes_no_other_with_it() -> None:
+    def changed(one: str) -> dict[str, Any]:
+        return {"event_id": one, "type": "sent", "changed": True}
+
+    for view, pair in ((Batch, "ab"), (BatchFirst, "cd")):
+        first, second = pair
+        assert deliver(view, body=batch(first)).status_code == 200
+        body = json.dumps([changed(first), changed(second)]).encode()
+        assert deliver(view, "m2", body).status_code == 422
+        outbox.relay()
+        assert (effects(first), effects(second)) == (1, 1)
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ def look_up(where: str, delivery: Delivery) -> str | None:
     elif carrier == "form" and name:
         pairs = dict(reversed(url_pairs(delivery.body)))  # the first one counts
         value = pairs.get(name.encode())
-        found = None if value is None else value.decode("latin-1")
+        found = None if value is None else value.decode(errors="backslashreplace")
     elif carrier == "json" and name:
         found = delivery.payload
         for part in name.split("."):

@@ -29,9 +29,9 @@ TOPIC = "idempotency.webhook."
 def keep(view: WebhookView, events: Iterable[Delivery]) -> None:
     """Keep the events, one message for each handler, all or none; a repeated one adds nothing.
 
-    Raises NotBegun if an id was kept with another body before.
+    Raises NotBegun when all others are kept, if an id was kept with another body before.
     """
-    using = view.get_policy().using
+    using, is_mismatch = view.get_policy().using, False
     with transaction.atomic(using):
         for event in events:
             for handler in view.takers(event):
@@ -42,8 +42,9 @@ def keep(view: WebhookView, events: Iterable[Delivery]) -> None:
                     using=using,
                 )
                 before = unpack(json.loads(message.payload))
-                if view.get_fingerprint(before) != view.get_fingerprint(event):
-                    raise NotBegun(Mismatch())
+                is_mismatch |= view.get_fingerprint(before) != view.get_fingerprint(event)
+    if is_mismatch:
+        raise NotBegun(Mismatch())
 
 
 def place(view: WebhookView) -> str:

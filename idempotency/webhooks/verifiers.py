@@ -51,7 +51,7 @@ class HmacVerifier:
         algorithm: str = "sha256",
         prefix: str = "",
         encoding: Literal["hex", "base64"] = "hex",
-        delivery_id: str | None = None,
+        delivery_id: str | Callable[[Any], str] | None = None,
         event_type: str | None = None,
     ) -> None:
         self.secrets = [_text_secret(secret) for secret in _several(secrets)]
@@ -93,9 +93,15 @@ def shopify(secrets: Secrets) -> HmacVerifier:
         secrets,
         header="X-Shopify-Hmac-Sha256",
         encoding="base64",
-        delivery_id="header:X-Shopify-Event-Id",
+        delivery_id=_shopify_id,
         event_type="header:X-Shopify-Topic",
     )
+
+
+def _shopify_id(delivery: Any) -> str:
+    # What happened once may be told under several topics, with one event id and different bodies.
+    event, topic = (delivery.headers.get(f"X-Shopify-{name}") for name in ("Event-Id", "Topic"))
+    return f"{topic or ''}:{event}" if event else ""
 
 
 class _Timestamped:

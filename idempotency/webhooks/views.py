@@ -10,9 +10,14 @@ from datetime import timedelta
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar
 
-from django.core.exceptions import RequestDataTooBig
+from django.core.exceptions import (
+    BadRequest,
+    PermissionDenied,
+    RequestDataTooBig,
+    SuspiciousOperation,
+)
 from django.db import transaction
-from django.http import HttpRequest, HttpResponse
+from django.http import Http404, HttpRequest, HttpResponse
 from django.http.request import RawPostDataException, UnreadablePostError
 from django.http.response import HttpResponseBase
 from django.utils.decorators import classonlymethod
@@ -35,6 +40,9 @@ from .verifiers import BadSignature
 
 logger = logging.getLogger("idempotency")
 
+#: What Django answers with a 4xx and hardly logs, as the visitor's mistake. A handler's is our own.
+_NO_FAULTS = (Http404, PermissionDenied, BadRequest, SuspiciousOperation)
+
 
 @dataclass(frozen=True)
 class Handler:
@@ -49,17 +57,18 @@ class Handler:
 
 
 class NotHandled(IdempotencyError):
-    """The handler returned False; what it did is rolled back, and the sender delivers again."""
+    """A handler did not do its work; what it did is rolled back, and the sender delivers again."""
 
 
 class WebhookView(View):
     """Answers a sender that repeats itself: each delivery's handlers take effect once.
 
     Set `source` and `verify` (a verifier of this package, or any callable(body, headers) that raises
-    BadSignature or returns False), and register handlers with `@MyView.handles("order.*")`. A duplicate gets the
-    success answer at once; a delivery whose handlers are running gets 409 with Retry-After; a failed
-    handler makes it 500, and the redelivery runs only the handlers that have not succeeded. Requests
-    that cannot be verified are answered 401 and leave nothing behind.
+    BadSignature or returns something else than None or True), and register handlers with
+    `@MyView.handles("order.*")`. A duplicate gets the success answer at once; a delivery whose
+    handlers are running gets 409 with Retry-After; a failed handler makes it 500, and the redelivery
+    runs only the handlers that have not succeeded. Requests that cannot be verified are answered 401
+    and leave nothing behind.
     """
 
     #: Who sends; with `endpoint` it scopes the delivery ids.
@@ -119,6 +128,10 @@ class WebhookView(View):
 
         def register(function: Callable[[Delivery], Any]) -> Callable[[Delivery], Any]:
             unique = name or f"{function.__module__}.{function.__qualname__}"
+            if inspect.iscoroutinefunction(function):
+                raise ConfigurationError(
+                    f"{unique} is async: it would never run; use async_to_sync"
+                )
             if any(known.name == unique for known in cls.handlers()):
                 raise ConfigurationError(f"{cls.__name__} has a handler {unique} already")
             cls._handlers.append(Handler(unique, patterns or ("*",), function))
@@ -248,6 +261,8 @@ class WebhookView(View):
             if not _is_later(refusal):
                 raise
             return _answer(refusal.status, str(refusal.title), again=True)
+        except _NO_FAULTS as error:
+            raise NotHandled(f"a handler raised {type(error).__name__}") from error
         return self.get_success_response(delivery)
 
     def read(self, request: HttpRequest) -> tuple[Delivery, list[Delivery]]:
@@ -255,8 +270,9 @@ class WebhookView(View):
         if not self.source or self.verify is None:
             raise ConfigurationError(f"{type(self).__name__} needs a source and a verifier")
         body = read_body(request, self.max_bytes)
-        if self.verify(body, request.headers) is False:
-            raise BadSignature("the verifier returned False")
+        # An "" from `header and compare(...)`, or a coroutine, is no confirmation either.
+        if self.verify(body, request.headers) not in (None, True):
+            raise BadSignature("the verifier returned something else than None or True")
         delivery = Delivery(
             source=self.source,
             endpoint=self.get_endpoint(),
