@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, ParamSpec
 
 from asgiref.sync import async_to_sync
-from django.db import transaction
+from django.db import DatabaseError, transaction
 from django.db.models import Q
 from django.utils.module_loading import import_string
 
@@ -59,8 +59,9 @@ def submit(function: Callable[P, Any], *args: P.args, **kwargs: P.kwargs) -> uui
     """Leave a stepwise idempotent function to `complete_abandoned`; returns the operation's id.
 
     In the caller's transaction: what is submitted with a view's own answer is as durable as that.
-    A call that was submitted or made before is left alone. Raises Mismatch, and ConfigurationError
-    for a function that the completer could not call.
+    A call that was submitted or made before is left alone. Raises Mismatch, InProgress while another
+    transaction that may still roll back has submitted it, and ConfigurationError for a function that
+    the completer could not call.
     """
     get_intent = getattr(function, "idempotency_intent", None)
     intent = None if get_intent is None else get_intent(args, kwargs)
@@ -70,11 +71,20 @@ def submit(function: Callable[P, Any], *args: P.args, **kwargs: P.kwargs) -> uui
         )
     using, fresh = intent.policy.using, claims.first_row(intent)
     with transaction.atomic(using):
-        is_new, found = db.claim(using, fresh.__dict__, 0, None)
-        if found is not None and found.may_start_anew:
-            is_new = claims.renew(fresh, intent)
-        elif found is not None and not intent.fingerprint.matches(found.fingerprint):
-            raise Mismatch(operation_id=found.pk)
+        try:
+            is_new, found = db.claim(using, fresh.__dict__, 0, None)
+        except DatabaseError as error:
+            if not db.is_lock_timeout(error):
+                raise
+            is_new, found = False, None
+        if not is_new:
+            found = found or db.read(using, fresh.pk)
+            if found is not None and found.may_start_anew:
+                is_new = claims.renew(fresh, intent)
+            elif found is not None and not intent.fingerprint.matches(found.fingerprint):
+                raise Mismatch(operation_id=found.pk)
+            if found is None or (found.may_start_anew and not is_new):
+                ownership.in_progress(fresh)
         if is_new:
             values = (Status.PROCESSING, fresh.attempt, fresh.owner, "submitted", 0)
             db.execute(using, "fail", values, fresh.pk)

@@ -32,7 +32,7 @@ def idempotent(policy: Policy | Callable[..., Any] | None = None, /, **options: 
     Order: below decorators that decide who may call (`login_required`), because a request that may
     not run must not claim a key; above those that change the response, so that it is stored as
     changed. In a project with ATOMIC_REQUESTS a view protected below `@api_view` or by its method
-    stays in the request's transaction: a duplicate waits for it, and what it raises is not stored.
+    stays in the request's transaction: a duplicate is not waited for, and what it raises is not stored.
     Put `transaction.non_atomic_requests` above `@api_view`, or use IdempotencyMixin.
 
     Raises ConfigurationError where it could not protect: on a class, twice, and around a REST

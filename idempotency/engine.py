@@ -184,6 +184,8 @@ def _try(intent: Intent) -> AnyExecution | Replay:
             # that died idle are simply tried again; SQLite has waited for its lock already.
             if not db.is_transient(error):
                 raise
+            if db.is_lock_timeout(error):
+                in_progress(fresh)
             cause = error
             if is_open:  # the error has broken the caller's transaction
                 break

@@ -17,12 +17,19 @@ from idempotency import engine
 from idempotency.completion import complete_abandoned, submit
 from idempotency.contrib.rest_framework import OperationStatusView as RestStatusView
 from idempotency.decorators import idempotent
-from idempotency.exceptions import ConfigurationError, Mismatch, OutcomeUnknown, StoredFailure
+from idempotency.exceptions import (
+    ConfigurationError,
+    InProgress,
+    Mismatch,
+    OutcomeUnknown,
+    StoredFailure,
+)
 from idempotency.functions import idempotent_function
 from idempotency.http.status import MESSAGES, OperationStatusView, accepted
 from idempotency.models import Operation, Outcome, Status
 from idempotency.policies import Policy
 from tests.callers import age, intent, new_key, post
+from tests.processes import Signal, running
 from tests.shops import find
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -385,6 +392,34 @@ def test_a_key_that_is_over_may_be_submitted_again(owner: Client) -> None:
     submit(make_report, user, "r-1")
     assert complete_abandoned().settled == 1
     assert find("r-1").attempt > before
+
+
+@pytest.mark.vendor("postgresql", "mysql")
+@pytest.mark.parametrize("life", ["first", "next"])
+def test_a_submission_that_may_still_be_undone_does_not_swallow_another(
+    owner: Client, life: str
+) -> None:
+    """Whoever is told that it was submitted can rely on it."""
+    user = user_id(owner)
+    if life == "next":
+        submit(make_report, user, "r-1")
+        complete_abandoned()
+        age("r-1")
+    inside, go_on = Signal(), Signal()
+
+    def undone() -> str:
+        with transaction.atomic():
+            submit(make_report, user, "r-1")
+            inside.set()
+            go_on.wait()
+            transaction.set_rollback(True)
+        return "undone"
+
+    with running(undone, inside, go_on) as child, pytest.raises(InProgress):
+        submit(make_report, user, "r-1")
+    assert child.result() == "undone"
+    submit(make_report, user, "r-1")
+    assert complete_abandoned().settled == 1
 
 
 def test_submitting_something_else_under_the_same_key_is_a_mismatch() -> None:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
-from django.db import DatabaseError, InterfaceError, OperationalError, connections
+from django.db import DatabaseError, InterfaceError, OperationalError, connections, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.models import DateTimeField
 from django.db.models.expressions import RawSQL
@@ -39,17 +40,25 @@ def is_transient(error: BaseException) -> bool:
         return isinstance(error, InterfaceError) or (
             isinstance(error, OperationalError) and error.args[0] in _TRANSIENT_ERRNOS
         )
-    cause = error.__cause__ or error
-    state = getattr(cause, "sqlstate", None) or getattr(cause, "pgcode", None)
-    if state:
-        return str(state).startswith(_TRANSIENT_SQLSTATES)
+    if state := _sqlstate(error):
+        return state.startswith(_TRANSIENT_SQLSTATES)
     if isinstance(error, InterfaceError):
         return True
     if not isinstance(error, OperationalError):
         return False
-    if type(cause).__module__ == "sqlite3":
+    if type(error.__cause__).__module__ == "sqlite3":
         return any(word in str(error) for word in _SQLITE_BUSY)
     return True  # psycopg without an SQLSTATE: the connection broke before the server could say why
+
+
+def is_lock_timeout(error: BaseException) -> bool:
+    """Whether somebody else kept a lock for longer than this session waits."""
+    return error.args[:1] == (1205,) or _sqlstate(error) == "55P03"
+
+
+def _sqlstate(error: BaseException) -> str:
+    cause = error.__cause__ or error
+    return getattr(cause, "sqlstate", None) or getattr(cause, "pgcode", None) or ""
 
 
 def now(using: str, *, after: float = 0) -> RawSQL:
@@ -81,10 +90,6 @@ def drop_if_broken(using: str) -> None:
         connection.close()
 
 
-def _is_lock_timeout(error: OperationalError) -> bool:
-    return bool(error.args) and error.args[0] == 1205
-
-
 _statements: dict[str, Statements] = {}
 
 
@@ -113,7 +118,9 @@ def claim(
 
     (False, None) means the row vanished meanwhile (purged) or appeared just now: ask again. A plain
     operation is called new also when it appeared just now: its lock, or its owner, tells.
-    Never waits for an executor that holds the row's lock. `due` and `lease` are in seconds.
+    Never waits for an executor that holds the row's lock; raises a lock timeout, which leaves a caller's
+    transaction as it was, when the row was inserted in a transaction that stays open. `due` and
+    `lease` are in seconds.
     """
     connection = connections[using]
     sql = statements(connection)
@@ -141,16 +148,15 @@ def claim(
                 cursor.execute(sql.claim_plain, [key, key, *plain, due])
                 row = cursor.fetchone()
                 return row is None, None if row is None else _operation(connection, pk, row)
-            cursor.execute(sql.claim, [key, *params])
-            row = cursor.fetchone()
-            if row[0]:
-                return True, None
-            return False, None if row[1] is None else _operation(connection, pk, row[1:])
+            with transaction.atomic(using) if in_transaction(using) else nullcontext():
+                cursor.execute(sql.claim, [key, *params])
+            _, is_new, _, *row = cursor.fetchone()
+            return is_new, None if row[0] is None else _operation(connection, pk, row)
         if sql.upserts:
             try:
                 cursor.execute(sql.claim, params)
             except OperationalError as error:
-                if not _is_lock_timeout(error):
+                if not is_lock_timeout(error):
                     raise
                 return False, _read(connection, cursor, sql, pk, key)
             row = cursor.fetchall()[0]

@@ -45,6 +45,9 @@ PLAIN = ("id", "scope", "key", "name", "fingerprint", "owner", "arguments")
 #: Makes the transaction it is executed in commit without waiting for the disk (PostgreSQL).
 UNFLUSHED = "set_config('synchronous_commit', 'off', true)"
 
+#: Makes the statement it is part of give up a lock that somebody else keeps (PostgreSQL).
+PATIENT = "set_config('lock_timeout', '50ms', true) IS NOT NULL"
+
 
 class Statements:
     """The protocol's statements for one kind of database.
@@ -107,14 +110,17 @@ class Statements:
         values = f"{', '.join(['%s'] * len(inserted))}, {self.after}, {now}, {self.after}"
         self.insert = f"{into} VALUES ({values})"
         if self.vendor == "postgresql":
-            # Even DO NOTHING waits for a transaction that has updated the row: look first.
-            absent = f"found.{q('scope')} IS NULL"
+            # Even DO NOTHING waits for a transaction that has updated the row: look first. It waits
+            # too, but only so long, for one that has inserted the row and stays open: a caller's. Our
+            # own caller's transaction gets its setting back.
+            absent = f"found.{q('scope')} IS NULL AND {PATIENT}"
             self.claim = (
-                f"WITH found AS (SELECT {self.read_columns} "
+                f"WITH found AS (SELECT current_setting('lock_timeout') before, {self.read_columns} "
                 f"FROM (SELECT 1) one LEFT JOIN {t} ON {t}.{q('id')} = %s), "
                 f"claimed AS (INSERT {into} SELECT {values} FROM found WHERE {absent} "
-                f"ON CONFLICT ({q('id')}) DO NOTHING RETURNING 1) "
-                "SELECT (SELECT 1 FROM claimed), found.* FROM found"
+                f"ON CONFLICT ({q('id')}) DO NOTHING RETURNING 1), "
+                "done AS (SELECT COUNT(*) > 0 is_new FROM claimed) "
+                "SELECT set_config('lock_timeout', before, true), is_new, found.* FROM found, done"
             )
             # The usual one: planning a join and constants that are always the same costs a fifth of
             # it. Its commit need not wait for the disk: the log is flushed in order, so the commit of
@@ -123,7 +129,7 @@ class Statements:
             self.claim_plain = (
                 f"WITH found AS ({self.read}), claimed AS (INSERT INTO {t} ({columns}) "
                 f"SELECT {', '.join(['%s'] * len(PLAIN))}, 'processing', 1, {now}, {self.after} "
-                f"WHERE NOT EXISTS (SELECT 1 FROM found) "
+                f"WHERE NOT EXISTS (SELECT 1 FROM found) AND {PATIENT} "
                 f"ON CONFLICT ({q('id')}) DO NOTHING RETURNING {UNFLUSHED}) TABLE found"
             )
         elif self.is_mariadb:

@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import pytest
@@ -257,25 +257,58 @@ def test_a_joined_duplicate_does_not_wait_however_patient_its_policy() -> None:
 
 
 @needs_row_locks
-def test_a_duplicate_of_an_operation_in_an_open_transaction_is_told_or_waits(vendor: str) -> None:
-    """Its row is not committed. MariaDB says so at once; PostgreSQL waits for how it ends."""
+@pytest.mark.parametrize("joining", [False, True])
+@pytest.mark.parametrize("policy", [{}, {"on_interrupted": "reconcile"}], ids=["plain", "leased"])
+def test_a_duplicate_of_an_operation_in_an_open_transaction_is_told_at_once(
+    joining: bool, policy: dict[str, Any]
+) -> None:
+    """Its row is not committed; an insert of the same one would wait for how that ends."""
     key = callers.new_key()
     inside, go_on = Signal(), Signal()
 
     def joined() -> str:
         with transaction.atomic():
-            engine.run(callers.intent(key), callers.succeed)
+            engine.run(callers.intent(key, **policy), callers.succeed)
             inside.set()
             go_on.wait()
         return "done"
 
+    def duplicate() -> engine.Result | None:
+        with transaction.atomic() if joining else nullcontext():
+            before = lock_timeout()
+            try:
+                return engine.run(callers.intent(key, **policy), callers.succeed)
+            except engine.InProgress:
+                return None
+            finally:  # the caller's transaction is usable, and as it was
+                Effect.objects.create(label=f"after {key}")
+                assert lock_timeout() == before
+
     with running(joined, inside, go_on) as child:
-        if vendor == "mysql":
-            with pytest.raises(engine.InProgress):
-                engine.run(callers.intent(key), callers.succeed)
-    assert engine.run(callers.intent(key), callers.succeed).replayed
+        assert duplicate() is None
     assert child.result() == "done"
-    assert effects(key) == 1
+    found = duplicate()
+    assert found is not None
+    assert found.replayed
+    assert (effects(key), effects(f"after {key}")) == (1, 2)
+
+
+def lock_timeout() -> Any:
+    with connection.cursor() as cursor:
+        if connection.vendor == "postgresql":
+            cursor.execute("SELECT current_setting('lock_timeout')")
+        else:
+            cursor.execute("SELECT @@innodb_lock_wait_timeout")
+        return cursor.fetchone()
+
+
+@needs_row_locks
+def test_a_claim_in_a_callers_transaction_leaves_its_lock_timeout_alone() -> None:
+    with transaction.atomic():
+        before = lock_timeout()
+        for _ in range(2):  # the first one claims, the second one finds
+            engine.run(callers.intent("lock-timeout"), callers.succeed)
+            assert lock_timeout() == before
 
 
 # Operations inside operations
