@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from django.db import transaction
 
-from . import db, keys, scopes
+from . import db, encoding, keys, scopes
 from .fingerprints import Fingerprint
 from .models import EventKind, Operation, Outcome, Status, new_owner
 from .policies import Resolved
@@ -45,7 +45,7 @@ def first_row(intent: Intent) -> Operation:
         attempt=1,
         owner=new_owner(),
         stepwise=intent.policy.stepwise,
-        arguments=intent.arguments,
+        arguments=intent.arguments and encoding.seal(intent.arguments),
     )
 
 

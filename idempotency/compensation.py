@@ -26,7 +26,7 @@ UNDO = "~undo:"
 def pending(execution: StepwiseExecution) -> Outcome | None:
     """The outcome an earlier attempt was compensating for when it ended."""
     marker = execution.recorded.get(COMPENSATING)
-    return None if marker is None else _outcome_of(marker.result or "")
+    return None if marker is None else _outcome_of(encoding.unseal(marker.result or ""))
 
 
 def compensated(execution: StepwiseExecution, outcome: Outcome) -> Outcome:
@@ -77,13 +77,18 @@ def is_compensable(step: Step) -> bool:
 
 def result_of(step: Step) -> Any:
     """What the step returned."""
-    return encoding.loads(step.result or "null")
+    return encoding.loads(encoding.unseal(step.result or "null"))
+
+
+def text_of_result(result: Any) -> str:
+    """What a step returned, as it is stored. Raises TypeError for what JSON cannot hold."""
+    return encoding.seal(encoding.dumps(result))
 
 
 def text_of(outcome: Outcome) -> str:
     """The outcome as the result of the step COMPENSATING."""
     body = None if outcome.body is None else base64.b64encode(outcome.body).decode()
-    return json.dumps([outcome.status, outcome.code, outcome.headers, body])
+    return encoding.seal(json.dumps([outcome.status, outcome.code, outcome.headers, body]))
 
 
 def _outcome_of(text: str) -> Outcome:

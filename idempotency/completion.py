@@ -104,7 +104,7 @@ def _complete(operation: Operation) -> str:
     done = "waiting"
     try:
         if operation.arguments is not None:
-            _call(encoding.loads(operation.arguments))
+            _call(encoding.loads(encoding.unseal(operation.arguments)))
             done = "rerun"  # a task has only been sent
         else:
             _compensate(operation)

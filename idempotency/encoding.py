@@ -22,6 +22,12 @@ from typing import Any
 from django.utils.dateparse import parse_duration
 from django.utils.duration import duration_iso_string
 
+from .conf import conf
+from .exceptions import ConfigurationError
+
+#: Begins a text that a codec has written; no JSON does.
+SEALED = "sealed:"
+
 #: The member that marks a tagged value: {"$": "decimal", "v": "1.10"}.
 TAG = "$"
 
@@ -126,3 +132,20 @@ def _class(name: str, is_expected: Callable[[type], bool]) -> Any:
     if not (isinstance(found, type) and is_expected(found)):
         raise TypeError(f"{name} is not the class that was stored")
     return found
+
+
+def seal(text: str) -> str:
+    """JSON as the project's CODEC keeps it at rest, for text columns."""
+    if conf.CODEC is None:
+        return text
+    return SEALED + base64.b64encode(conf.CODEC.encode(text.encode())).decode()
+
+
+def unseal(text: str) -> str:
+    """What was sealed; what was written while the project had no CODEC is read as it is."""
+    if not text.startswith(SEALED):
+        return text
+    if conf.CODEC is None:
+        raise ConfigurationError("IDEMPOTENCY['CODEC'] is needed to read what it has written.")
+    opened: bytes = conf.CODEC.decode(base64.b64decode(text.removeprefix(SEALED)))
+    return opened.decode()

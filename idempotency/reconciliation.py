@@ -18,7 +18,7 @@ from django.db.models import F, Q, QuerySet
 from django.utils.module_loading import import_string
 
 from . import db, encoding, signals
-from .compensation import COMPENSATING, is_compensable, text_of
+from .compensation import COMPENSATING, is_compensable, text_of, text_of_result
 from .conf import conf
 from .exceptions import ConfigurationError, IllegalTransition
 from .executions import send, settle
@@ -196,7 +196,7 @@ def resolve(
         if isinstance(answer, Outcome):
             _settle(operation, answer, policy, step, locked.status)
         elif isinstance(answer, Confirmed) and step is not None:
-            result = encoding.dumps(answer.result)
+            result = text_of_result(answer.result)
             values = (StepStatus.DONE, operation.attempt, result, step.name)
             db.execute(using, "step_finished", values, operation.pk)
             _release(operation, policy)

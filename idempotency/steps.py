@@ -17,9 +17,9 @@ from typing import Any, NoReturn, TypeVar
 from django.db import DatabaseError, InterfaceError, connections, transaction
 from django.utils.module_loading import import_string
 
-from . import compensation, db, encoding, signals
+from . import compensation, db, signals
 from .aio import in_thread
-from .compensation import UNDO, result_of
+from .compensation import UNDO, result_of, text_of_result
 from .conf import conf
 from .exceptions import ConfigurationError, LeaseLost, OutcomeUnknown
 from .executions import note, raise_translated, remember_reference, send, settle
@@ -105,7 +105,7 @@ class StepwiseExecution:
         with self.named_in_errors(name), transaction.atomic(self.using):
             self.fence()
             result = function(*args, **kwargs)
-            self.add(name, result=encoding.dumps(result), compensation=undo)
+            self.add(name, result=text_of_result(result), compensation=undo)
         return result
 
     async def astep(self, name: str, function: Callable[..., T], *args: Any, **options: Any) -> T:
@@ -206,7 +206,7 @@ class StepwiseExecution:
         raise self._unknown(name) from error
 
     def finish(self, name: str, result: Any) -> None:
-        values = (StepStatus.DONE, self.operation.attempt, encoding.dumps(result), name)
+        values = (StepStatus.DONE, self.operation.attempt, text_of_result(result), name)
         with transaction.atomic(self.using):
             self.fence()
             db.execute(self.using, "step_finished", values, self.operation.pk)

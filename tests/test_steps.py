@@ -13,6 +13,7 @@ from asgiref.sync import async_to_sync, sync_to_async
 from django.contrib.auth.models import User
 from django.db import IntegrityError, OperationalError, connection, transaction
 from django.http import HttpRequest, HttpResponse, JsonResponse
+from django.test import override_settings
 from rest_framework.exceptions import ValidationError
 from rest_framework.response import Response
 from rest_framework.test import APIRequestFactory, force_authenticate
@@ -1095,3 +1096,65 @@ def test_a_cancelled_async_call_stays_open_and_gives_the_lease_back() -> None:
     operation = find(key)
     assert (operation.status, operation.lease_expires_at) == (Status.PROCESSING, None)
     assert steps(key) == {"charge": "started"}
+
+
+# At rest
+
+
+class Backwards:
+    """A codec whose texts nobody can read."""
+
+    def encode(self, data: bytes) -> bytes:
+        return data[::-1]
+
+    decode = encode
+
+
+@pytest.mark.parametrize("since", ["start", "later"])
+@pytest.mark.parametrize(
+    ("style", "sold_out"), [("asked", False), ("nobody knows", False), ("asked", True)]
+)
+def test_the_projects_codec_keeps_arguments_and_results_unreadable(
+    tmp_path: Any, style: str, sold_out: bool, since: str
+) -> None:
+    """They are as private as the response; what was written before there was a codec is read all the same."""
+    codec = {"IDEMPOTENCY": {"CODEC": Backwards()}}
+    key = new_key()
+    shops.provider.open(tmp_path, "charged")
+    with override_settings(**codec if since == "start" else {}):
+        shops.tried(key, style, sold_out)
+    with override_settings(**codec):
+        if style == "nobody knows":
+            operation = find(key)
+            resolve(
+                operation,
+                Confirmed(shops.provider.find(operation.derive_key("charge"))),
+                evidence="a person",
+            )
+        shops.life_goes_on()
+        shops.assert_consistent(key)
+    stored = [step.result for step in find(key).steps.exclude(result=None)]
+    if since == "start":
+        stored.append(find(key).arguments)
+        assert len(stored) > 2
+        assert not [text for text in stored if key in text or "charge-" in text]
+    else:
+        assert any(text.startswith("sealed:") for text in stored)
+
+
+def test_what_cannot_be_decoded_is_not_done_again(settings: Any) -> None:
+    key, reserve = new_key(), Calls()
+
+    def body(operation: Operation) -> Any:
+        operation.step("reserve", reserve)
+        if len(reserve) == 1:
+            reserve.append("fail once")
+            raise ValueError
+
+    settings.IDEMPOTENCY = {"CODEC": Backwards()}
+    attempt(key, body)
+    settings.IDEMPOTENCY = {}
+    assert isinstance(attempt(key, body), ConfigurationError)
+    settings.IDEMPOTENCY = {"CODEC": Backwards()}
+    run(key, body)
+    assert len(reserve) == 2
