@@ -5,6 +5,7 @@ from __future__ import annotations
 from . import outbox
 from .exceptions import ConfigurationError
 from .webhooks.deliveries import NotBegun, NotYet
+from .webhooks.handlers import run
 from .webhooks.stored import TOPIC, find, unpack
 from .webhooks.views import WebhookView
 
@@ -21,7 +22,7 @@ def run_stored(message: outbox.Message) -> None:
         )
     delivery = unpack(message.payload, attempt=message.attempt)
     try:
-        view.run_handler(handler, delivery)
+        run(view, handler, delivery)
     except NotYet as error:
         raise outbox.PublishFailed("not yet") from error
     except NotBegun as refused:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
-from fnmatch import fnmatchcase
 from typing import Any, ClassVar
 
 from django.core.exceptions import (
@@ -24,40 +23,19 @@ from django.utils.decorators import classonlymethod
 from django.views import View
 from django.views.decorators.csrf import csrf_exempt
 
-from .. import db, fingerprints, inbox, keys, scopes
+from .. import fingerprints, inbox
 from ..conf import conf
-from ..exceptions import (
-    ConfigurationError,
-    IdempotencyError,
-    InvalidKey,
-    Mismatch,
-    Refusal,
-)
+from ..exceptions import ConfigurationError, InvalidKey, Mismatch, Refusal
 from ..policies import Policy
 from . import stored
 from .deliveries import Delivery, NotBegun, NotYet, look_up, read_body
+from .handlers import Handler, NotHandled, is_later, run_all
 from .verifiers import BadSignature
 
 logger = logging.getLogger("idempotency")
 
 #: What Django answers with a 4xx and hardly logs, as the visitor's mistake. A handler's is our own.
 _NO_FAULTS = (Http404, PermissionDenied, BadRequest, SuspiciousOperation)
-
-
-@dataclass(frozen=True)
-class Handler:
-    """A function and the event types it takes."""
-
-    name: str
-    patterns: tuple[str, ...]
-    function: Callable[[Delivery], Any]
-
-    def takes(self, event_type: str) -> bool:
-        return any(fnmatchcase(event_type, pattern) for pattern in self.patterns)
-
-
-class NotHandled(IdempotencyError):
-    """A handler did not do its work; what it did is rolled back, and the sender delivers again."""
 
 
 class WebhookView(View):
@@ -251,14 +229,14 @@ class WebhookView(View):
             if self.acknowledge_first:
                 stored.keep(self, events)
             else:
-                self.run_handlers(events)
+                run_all(self, events)
         except NotBegun as refused:
             return self._refuse(refused.refusal)
         except NotYet:
             logger.info("webhook from %s: not yet", self.source)
             return _answer(409, "Not yet: deliver again.", again=True)
         except Refusal as refusal:
-            if not _is_later(refusal):
+            if not is_later(refusal):
                 raise
             return _answer(refusal.status, str(refusal.title), again=True)
         except _NO_FAULTS as error:
@@ -298,51 +276,6 @@ class WebhookView(View):
         """The handlers that take the delivery."""
         return [handler for handler in self.handlers() if handler.takes(delivery.event_type)]
 
-    def run_handlers(self, events: Iterable[Delivery]) -> None:
-        """Run every handler that has not succeeded for these events; one's failure stops no other.
-
-        Raises one of the failures when all had their turn, and logs the others.
-        """
-        failures: list[tuple[Handler, Exception]] = []
-        for event in events:
-            for handler in self.takers(event):
-                try:
-                    self.run_handler(handler, event)
-                except Exception as error:
-                    failures.append((handler, error))
-        # A failure of our own is what people must see; "come back later" only if it is all there is.
-        failures.sort(key=lambda failure: _is_later(failure[1]))
-        for failed, failure in failures[1:]:
-            _log(failed, failure)
-        if failures:
-            raise failures[0][1]
-
-    def run_handler(self, handler: Handler, delivery: Delivery) -> None:
-        """Run one handler in one transaction with the record that it ran."""
-        is_running = False
-        try:
-            with inbox.receive(
-                consumer=consumer_of(delivery, handler.name),
-                message_id=delivery.id,
-                payload=self.get_fingerprint(delivery),
-                policy=self.get_policy(),
-            ) as received:
-                if not received.is_new:
-                    return
-                is_running = True
-                operation = received.operation
-                if group := self.serialize_on(delivery):
-                    # Of all handlers: "created" and "updated" of one object have different ones.
-                    scope = ("webhook", delivery.source, delivery.endpoint)
-                    db.take_turn(operation.using, keys.operation_id(scope, group))
-                attempt = max(delivery.attempt, operation.attempt)
-                if handler.function(replace(delivery, attempt=attempt)) is False:
-                    raise NotHandled(f"{handler.name} returned False")
-        except Refusal as refusal:
-            if is_running:
-                raise
-            raise NotBegun(refusal) from refusal
-
     def _refuse(self, refusal: Refusal) -> HttpResponse:
         if isinstance(refusal, Mismatch):
             logger.error(
@@ -352,17 +285,7 @@ class WebhookView(View):
                 self.source,
             )
             return _answer(422, "Another body had this delivery id.")
-        return _answer(refusal.status, str(refusal.title), again=_is_later(refusal))
-
-
-def consumer_of(delivery: Delivery, handler: str) -> str:
-    """The consumer that a handler is to the inbox: one for each source, endpoint and handler."""
-    consumer = keys.from_value(("webhook", delivery.source, delivery.endpoint, handler))
-    try:
-        scopes.encode(("inbox", consumer))
-    except ConfigurationError:  # too long
-        return inbox.digest(consumer)
-    return consumer
+        return _answer(refusal.status, str(refusal.title), again=is_later(refusal))
 
 
 def _answer(status: int, text: str, *, again: bool = False) -> HttpResponse:
@@ -370,21 +293,6 @@ def _answer(status: int, text: str, *, again: bool = False) -> HttpResponse:
     if again:
         response["Retry-After"] = str(conf.RETRY_AFTER)
     return response
-
-
-def _is_later(error: Exception) -> bool:
-    """Whether the same delivery may succeed later without anybody doing anything about it."""
-    if isinstance(error, NotBegun):
-        error = error.refusal
-    is_wait = isinstance(error, Refusal) and (error.retryable or error.key_action == "wait")
-    return is_wait or isinstance(error, NotYet)
-
-
-def _log(handler: Handler, error: Exception) -> None:
-    if _is_later(error) or isinstance(error, NotBegun):
-        logger.info("webhook handler %s: the delivery has to come again", handler.name)
-    else:
-        logger.error("webhook handler %s failed", handler.name, exc_info=error)
 
 
 def _parameters(function: Any) -> int:
