@@ -114,6 +114,7 @@ def _complete(operation: Operation) -> str:
         logger.info("operation %s goes on later: %s", operation.pk, refusal.code)
     except Exception as error:
         logger.warning("running operation %s again failed: %s", operation.pk, describe_error(error))
+        db.drop_if_broken(operation.using)
     operation.refresh_from_db(fields=["status", "owner", "attempt"])
     if operation.is_final:
         return "settled"

@@ -138,6 +138,7 @@ def _reconcile(operation: Operation) -> str:
     except Exception as error:
         description = describe_error(error)
         logger.error("reconciling operation %s failed: %s", operation.pk, description)
+        db.drop_if_broken(operation.using)
         add_event(operation, EventKind.ATTEMPT_FAILED, description)
     if hand_over_if_older(operation, step):
         return "handed_over"
@@ -311,6 +312,7 @@ def _release(operation: Operation, policy: Policy | None) -> None:
 
 def due(using: str, which: Q, limit: int) -> QuerySet[Operation]:
     """Operations that are to be looked at now, the longest overdue first."""
+    db.drop_if_broken(using)  # for whoever calls this again and again in one process
     found = Operation.objects.using(using).filter(which, due_at__lte=db.now(using))
     return found.defer("body").order_by("due_at")[:limit]
 

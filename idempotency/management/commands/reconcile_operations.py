@@ -6,7 +6,7 @@ from argparse import ArgumentParser
 from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError
-from django.db import connections
+from django.db import DatabaseError, InterfaceError, connections
 
 from idempotency.completion import complete_abandoned
 from idempotency.conf import conf
@@ -37,8 +37,13 @@ class Command(BaseCommand):
         if options["limit"] < 1:
             raise CommandError("--limit must be at least 1.")
         using = options["database"] or conf.USING
-        reconciled = reconcile_due(using, limit=options["limit"])
-        completed = complete_abandoned(using, limit=options["limit"])
+        try:
+            reconciled = reconcile_due(using, limit=options["limit"])
+            completed = complete_abandoned(using, limit=options["limit"])
+        except (DatabaseError, InterfaceError) as error:
+            raise CommandError(
+                f"Database {using!r}: {error}. What is due stays due; run the command again."
+            ) from error
         if options["verbosity"] >= 1:
             self.stdout.write(f"Outcome unknown: {_line(reconciled)}.")
             self.stdout.write(f"Without executor: {_line(completed)}.")
