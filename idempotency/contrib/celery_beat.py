@@ -12,12 +12,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, date, datetime, time, timedelta
+from itertools import product
 from typing import Any
 
 from celery import current_task
 from celery.beat import PersistentScheduler
-from celery.schedules import crontab, maybe_schedule, schedule
+from celery.schedules import crontab, schedule
 from celery.signals import before_task_publish
 
 from .celery import KEY_HEADER, header, slot_key
@@ -27,16 +28,9 @@ SLOT_HEADER = "idempotency_slot"
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
-#: How far back the latest slot of a crontab is looked for, in growing steps.
-_LOOK_BACK = (
-    timedelta(minutes=2),
-    timedelta(hours=2),
-    timedelta(days=2),
-    timedelta(days=8),
-    timedelta(days=32),
-    timedelta(days=367),
-    timedelta(days=8 * 366),  # 29 February, over a century without one
-)
+#: How far back the latest slot of a crontab is looked for: a 29 February that is a Monday is rare.
+_LOOK_BACK = 41 * 366  # days
+_DAY = timedelta(days=1)
 
 
 def slots(when: Any, since: datetime, until: datetime) -> Iterator[datetime]:
@@ -46,50 +40,72 @@ def slots(when: Any, since: datetime, until: datetime) -> Iterator[datetime]:
     are counted from 1970-01-01T00:00Z, so that every beat counts alike. Raises TypeError for a
     schedule without slots (solar, custom).
     """
-    when = maybe_schedule(when)
-    slot = _next(when, since)
+    if isinstance(when, crontab):
+        day, last = _local_day(when, since), _local_day(when, until)
+        while day <= last:
+            yield from (slot for slot in _slots_of(when, day) if since < slot <= until)
+            day += _DAY
+        return
+    every = _interval(when)
+    if every is None:
+        raise TypeError(f"{when!r} has no slots that can be counted")
+    slot = _latest(every, since) + every
     while slot <= until:
         yield slot
-        slot = _next(when, slot)
+        slot += every
 
 
 def latest_slot(when: Any, at: datetime) -> datetime | None:
     """The slot that is due at `at`: the last one not after it. None if a schedule has no slots."""
-    when = maybe_schedule(when)
     clocked = getattr(when, "clocked_time", None)  # django-celery-beat: once, at that time
     if clocked is not None:
         return clocked.astimezone(UTC)  # type: ignore[no-any-return]
     if isinstance(when, crontab):
-        for back in _LOOK_BACK:
-            found = list(slots(when, at - back, at))
+        day = _local_day(when, at)
+        for back in range(_LOOK_BACK):
+            found = [slot for slot in _slots_of(when, day - back * _DAY) if slot <= at]
             if found:
                 return found[-1]
         return None
-    if isinstance(when, schedule):
-        every = _interval(when)
-        return EPOCH + (at - EPOCH) // every * every
-    return None
+    every = _interval(when)
+    return None if every is None else _latest(every, at)
 
 
-def _next(when: Any, after: datetime) -> datetime:
-    if isinstance(when, crontab):
-        start = after
-        while True:
-            local, delta, _ = when.remaining_delta(start)
-            # Arithmetic on the wall clock: when clocks go back, the same reading comes twice.
-            for fold in (0, 1):
-                slot: datetime = (local + delta).replace(fold=fold).astimezone(UTC)
-                if slot > after:
-                    return slot
-            start += timedelta(hours=1)
-    if isinstance(when, schedule):
-        every = _interval(when)
-        return EPOCH + ((after - EPOCH) // every + 1) * every
-    raise TypeError(f"{when!r} has no slots that can be counted")
+def _local_day(when: Any, at: datetime) -> date:
+    return at.astimezone(when.tz).date()
 
 
-def _interval(when: Any) -> timedelta:
-    return when.run_every  # type: ignore[no-any-return]
+def _slots_of(when: Any, day: date) -> list[datetime]:
+    """The slots of one day, made of the fields alone: Celery's own arithmetic differs between versions.
+
+    When clocks go forward, 02:30 is an hour later, as Celery has it. When they go back, it is the first
+    of the two; only what runs every hour has both.
+    """
+    is_that_day = (
+        day.month in when.month_of_year
+        and day.day in when.day_of_month
+        and day.isoweekday() % 7 in when.day_of_week
+    )
+    if not is_that_day:
+        return []
+    found = set()
+    for hour, minute in product(when.hour, when.minute):
+        local = datetime.combine(day, time(hour, minute), when.tz)
+        slot = local.astimezone(UTC)
+        found.add(slot)
+        if len(when.hour) == 24:
+            found.add(max(slot, local.replace(fold=1).astimezone(UTC)))
+    return sorted(found)
+
+
+def _interval(when: Any) -> timedelta | None:
+    if isinstance(when, int | float | timedelta):
+        when = schedule(when)
+    return when.run_every if isinstance(when, schedule) else None  # type: ignore[attr-defined]
+
+
+def _latest(every: timedelta, at: datetime) -> datetime:
+    return EPOCH + (at - EPOCH) // every * every
 
 
 def slot_headers(entry: str, slot: datetime) -> dict[str, str]:

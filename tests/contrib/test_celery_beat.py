@@ -76,6 +76,10 @@ def test_intervals_are_counted_from_one_instant_for_every_beat() -> None:
         ({"minute": 0, "hour": 6, "day_of_week": "sun"}, at(2026, 7, 5, 4)),
         ({"minute": 0, "hour": 0, "day_of_month": 1}, at(2026, 6, 30, 22)),
         ({"minute": 0, "hour": 0, "day_of_month": 29, "month_of_year": 2}, at(2024, 2, 28, 23)),
+        (
+            {"minute": 0, "hour": 0, "day_of_month": 29, "month_of_year": 2, "day_of_week": "mon"},
+            at(2016, 2, 28, 23),
+        ),
     ],
 )
 def test_the_latest_slot_is_the_last_one_that_is_due(
@@ -92,15 +96,49 @@ def test_a_slot_is_due_at_its_very_instant(broker: Queue) -> None:
     ]
 
 
-def test_every_minute_of_a_week_goes_on_over_both_clock_changes(broker: Queue) -> None:
-    """Whatever the wall clock does, slots only go up, and none repeats."""
-    for start in (at(2026, 3, 29), at(2026, 10, 25)):
-        found = list(slots(crontab(app=broker.app), start, start + timedelta(hours=6)))
-        assert found == sorted(set(found))
-        assert found[-1] == start + timedelta(hours=6)
-        assert latest_slot(crontab(app=broker.app), start + timedelta(minutes=65)) == (
-            start + timedelta(minutes=65)
-        )
+@pytest.mark.parametrize("day", [at(2026, 3, 29), at(2026, 10, 25)])
+def test_what_runs_every_hour_misses_none_when_clocks_change(broker: Queue, day: datetime) -> None:
+    often = crontab(minute="*/15", app=broker.app)
+    since = day + timedelta(minutes=7)
+    expected = [day + timedelta(minutes=15 * number) for number in range(1, 4 * 24 + 1)]
+    assert list(slots(often, since, day + DAY)) == expected
+    assert [latest_slot(often, slot + timedelta(minutes=14)) for slot in expected] == expected
+
+
+@pytest.mark.parametrize("day", [at(2026, 3, 28), at(2026, 10, 24)])
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        {"hour": 2, "minute": 30},
+        {"hour": 0, "minute": 0},
+        {"hour": "1-3", "minute": "0,30"},
+        {"hour": "*/2", "minute": 15},
+        {"hour": 2, "minute": 30, "day_of_week": "sun"},
+        {"minute": "*/15"},
+    ],
+)
+def test_whatever_beat_sends_when_clocks_change_is_a_slot_of_its_own(
+    broker: Queue, day: datetime, schedule: dict[str, Any]
+) -> None:
+    """What beat sends without a slot of its own would be taken for a duplicate, and not run."""
+    now = last = day
+    zone = broker.app.timezone
+    when = crontab(**schedule, app=broker.app, nowfun=lambda: now.astimezone(zone))
+    found = []
+    while now < day + 3 * DAY:
+        now += timedelta(minutes=15)
+        if when.is_due(last.astimezone(zone)).is_due:
+            found.append(latest_slot(when, now))
+            last = now
+    assert found
+    assert len(found) == len(set(found))
+    assert set(found) <= set(slots(when, day, now))
+
+
+def test_a_crontab_keeps_the_time_zone_of_its_own_app(broker: Queue) -> None:
+    with queue() as other:  # the current application, in UTC
+        assert other.app.conf.timezone is None
+        assert latest_slot(nightly(broker), at(2026, 7, 8, 1)) == at(2026, 7, 8, 0, 30)
 
 
 def test_one_off_tasks_have_the_slot_they_are_set_to() -> None:
@@ -134,7 +172,13 @@ def scheduler(broker: Queue, schedule: Any) -> Any:
     """A beat that has just started; nothing is kept between two of them."""
     made = SlotScheduler(broker.app, lazy=True)
     made.data = {}
-    entry = ScheduleEntry(name="every-hour", task="report", schedule=schedule, app=broker.app)
+    entry = ScheduleEntry(
+        name="every-hour",
+        task="report",
+        schedule=schedule,
+        options={"headers": {"custom": "kept"}},
+        app=broker.app,
+    )
     made._store = {"entries": {"every-hour": entry}}
     made.sync = lambda: None
     return made, entry
@@ -150,7 +194,7 @@ def test_two_schedulers_that_send_one_slot_run_it_once(broker: Queue) -> None:
     first, second = broker.waiting()
     assert first.id != second.id
     assert first.headers[KEY_HEADER] == second.headers[KEY_HEADER]
-    assert first.headers["celery_beat_task"] is True  # what beat says itself is still there
+    assert first.headers["custom"] == "kept"
     values = [broker.deliver(each).value for each in (first, second)]
     assert values == [str(datetime.fromisoformat(first.headers[SLOT_HEADER]))] * 2
     assert Effect.objects.count() == 1
