@@ -12,12 +12,14 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
+from io import BytesIO
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 from django.core.exceptions import BadRequest, PermissionDenied, SuspiciousOperation
+from django.core.handlers.wsgi import WSGIRequest
 from django.db import DatabaseError, IntegrityError, OperationalError, connection, transaction
 from django.http import Http404, HttpRequest, HttpResponse
 from django.http.request import UnreadablePostError
@@ -679,6 +681,7 @@ def test_ids_are_the_senders_own_per_source_and_endpoint() -> None:
     """RULES 113. A colon in a name does not make two endpoints one."""
     long = "é|" * 100
     places = [("a", "b:c"), ("a:b", "c"), ("a", ""), ("b", ""), ("a", long), ("a", long + "x")]
+    places += [("a", "x" * 235), ("a", "x" * 234 + "y")]  # a key of 250 characters, a scope of 256
     for source, endpoint in places * 2:
         view = one_effect(source=source, endpoint=endpoint)
         assert deliver(view).status_code == 200
@@ -864,6 +867,22 @@ def test_a_body_is_not_read_beyond_the_limit_whatever_its_length_says() -> None:
     request.META["CONTENT_LENGTH"] = "many"
     assert one_effect().as_view()(request).status_code == 400
     assert nothing_is_kept()
+
+
+def test_a_chunked_body_is_read_and_limited_too() -> None:
+    """Under WSGI Django takes it for empty, and the sender would be called a forger."""
+    request = RequestFactory().post(
+        "/", event(), content_type="application/json", headers=signed(event(), "m1")
+    )
+    for most, status in ((10, 413), (len(event()), 200)):
+        environ = request.environ | {
+            "CONTENT_LENGTH": "",
+            "wsgi.input": BytesIO(event()),
+            "wsgi.input_terminated": True,
+        }
+        view = one_effect(max_bytes=most).as_view()
+        assert view(WSGIRequest(environ)).status_code == status
+    assert effects("seen") == 1
 
 
 def test_a_small_upload_limit_of_the_project_is_no_fault(settings: Any) -> None:

@@ -100,8 +100,11 @@ def read_body(request: HttpRequest, most: int) -> bytes:
     if not hasattr(http, "_body"):
         if http._read_started:
             raise RawPostDataException("a middleware has used the body up")
-        if int(http.META.get("CONTENT_LENGTH") or 0) > most:
+        length = int(http.META.get("CONTENT_LENGTH") or 0)
+        if length > most:
             raise RequestDataTooBig
+        if not length and http.META.get("wsgi.input_terminated"):
+            http._stream = http.META["wsgi.input"]  # chunked: Django takes it for empty
         body = http.read(most + 1)
         if len(body) > most:
             raise RequestDataTooBig

@@ -116,6 +116,34 @@ def test_a_duplicate_in_flight_is_told_to_come_back(at: type[At]) -> None:
     assert (effects("m1"), effects("m2")) == (1, 1)
 
 
+@needs_row_locks
+def test_the_relay_and_a_request_with_one_delivery_at_once_have_one_effect(at: type[At]) -> None:
+    """The mode was changed between two attempts: both know the delivery as the same."""
+    at_once = First.as_view(acknowledge_first=False)
+    assert deliver(First).status_code == 200
+    inside, go_on = Signal(), Signal()
+
+    def wait(delivery: Delivery) -> None:
+        inside.set()
+        go_on.wait()
+
+    at.after = staticmethod(wait)
+    with running(lambda: outbox.relay().sent, inside, go_on) as child:
+        assert deliver(at_once).status_code == 409
+    assert child.result() == 1
+    assert effects("m1") == 1
+
+    assert deliver(First, "m2").status_code == 200
+    inside, go_on = Signal(), Signal()
+    with running(lambda: deliver(at_once, "m2").status_code, inside, go_on) as child:
+        at.after = staticmethod(nothing)
+        assert outbox.relay().retried == 1
+    assert child.result() == 200
+    make_due()
+    assert outbox.relay().sent == 1
+    assert effects("m2") == 1
+
+
 def test_a_process_killed_in_a_handler_has_done_nothing(at: type[At]) -> None:
     """BUGS P13: the effect and the mark that it happened are one commit."""
     at.after = staticmethod(lambda delivery: die())
