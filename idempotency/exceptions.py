@@ -47,9 +47,13 @@ class StoredFailure(IdempotencyError):
     `error_type` is the dotted name of the original exception, which is also the first one's `__cause__`.
     """
 
-    def __init__(self, message: str, error_type: str) -> None:
-        super().__init__(message)
+    def __init__(self, message: str, error_type: str = "") -> None:
+        # Both are arguments: pickle and Celery's result backends make an exception again of those.
+        super().__init__(message, error_type)
         self.error_type = error_type
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class NotFinal(IdempotencyError):

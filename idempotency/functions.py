@@ -26,6 +26,9 @@ from .scopes import Scope
 #: Header of a stored outcome that is an exception: its dotted type.
 FAILURE = "failure"
 
+#: Policy fields that mean nothing for a call.
+VIEWS_ONLY = {"methods", "required", "exclude_fields", "store", "authorize_replay"}
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -50,11 +53,8 @@ def idempotent_function(
     Inside somebody's transaction the operation joins it; otherwise it opens its own. Works on async
     functions. Raises Mismatch, InProgress and the other Refusals of the engine.
     """
-    unknown = {"methods", "required", "authorize_replay"} & options.keys()
-    if unknown:
-        raise ConfigurationError(f"{', '.join(sorted(unknown))}: for views only")
     get_fingerprint = options.pop("fingerprint", None)
-    policy = Policy(**options)
+    policy = policy_of(options, failures)
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         path = f"{function.__module__}.{function.__qualname__}"
@@ -101,6 +101,18 @@ def idempotent_function(
         return cast("Callable[P, R]", wrapper)
 
     return decorate
+
+
+def policy_of(options: dict[str, Any], failures: object) -> Policy:
+    """The policy of a call. Raises ConfigurationError for what could only be noticed when it runs."""
+    unknown = VIEWS_ONLY & options.keys()
+    if unknown:
+        raise ConfigurationError(f"{', '.join(sorted(unknown))}: for views only")
+    if not isinstance(failures, tuple) or not all(
+        isinstance(kind, type) and issubclass(kind, Exception) for kind in failures
+    ):
+        raise ConfigurationError(f"failures is a tuple of exception classes, not {failures!r}")
+    return Policy(**options)
 
 
 def intent_of(

@@ -1,6 +1,8 @@
 """`@idempotent_function`: one effect per key, equal results, declared failures, joined transactions."""
 
 import asyncio
+import copy
+import pickle
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -65,6 +67,13 @@ def test_a_declared_failure_is_stored_and_raised_again_with_its_message() -> Non
         assert isinstance(error.value.__cause__, OutOfStock) == (number == 0)
     assert effects(key) == 0
     assert operation(key).status == Status.FAILED
+
+
+def test_a_stored_failure_survives_pickle_and_copy() -> None:
+    """It crosses process borders: process pools, result backends."""
+    error = StoredFailure("no stock", "shop.OutOfStock")
+    for made in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
+        assert (str(made), made.error_type) == ("no stock", "shop.OutOfStock")
 
 
 def test_any_other_exception_rolls_back_and_the_next_call_runs() -> None:
@@ -151,6 +160,15 @@ def test_the_key_is_validated() -> None:
 def test_what_only_views_have_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="methods, required"):
         idempotent_function(key=str, required=True, methods=("POST",))
+    with pytest.raises(ConfigurationError, match="exclude_fields, store"):
+        idempotent_function(key=str, exclude_fields=["sent_at"], store=[200])
+
+
+@pytest.mark.parametrize("failures", [[OutOfStock], OutOfStock, ("OutOfStock",), (OutOfStock(),)])
+def test_failures_that_are_no_exception_classes_are_refused(failures: Any) -> None:
+    """Noticed in the middle of a failing call they would leave its transaction open."""
+    with pytest.raises(ConfigurationError, match="tuple of exception classes"):
+        idempotent_function(key=str, failures=failures)
 
 
 def test_the_current_operation_is_at_hand_and_cannot_be_entered_again() -> None:

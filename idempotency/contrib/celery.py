@@ -59,8 +59,6 @@ def idempotent_task(
     Redelivery after a worker's death needs `acks_late=True, reject_on_worker_lost=True`. Raises
     ConfigurationError when options contradict each other.
     """
-    if countdown <= 0:
-        raise ConfigurationError("countdown: a duplicate that comes back at once only spins")
 
     def decorate(function: F) -> F:
         if iscoroutinefunction(function):
@@ -71,6 +69,7 @@ def idempotent_task(
             name=name,
             scope=scope,
             failures=failures,
+            countdown=countdown,
             give_up_after=give_up_after,
             options=dict(options),
         )
@@ -94,6 +93,8 @@ def idempotent_task(
                 _put_back(task, countdown, error)
 
         wrapper.idempotency_policy = calls.policy  # type: ignore[attr-defined]
+        # Celery looks no further than the wrapper to see what a caller has to pass.
+        wrapper.__signature__ = calls.signature  # type: ignore[attr-defined]
         return cast("F", wrapper)
 
     return decorate

@@ -22,7 +22,7 @@ from asgiref.sync import iscoroutinefunction, sync_to_async
 from django.utils import timezone
 
 from .. import completion, functions, outbox, reconciliation, retention
-from ..exceptions import ConfigurationError, InProgress, LeaseLost, Unavailable
+from ..exceptions import InProgress, LeaseLost, Unavailable
 from ..scopes import Scope
 from .task_calls import Key, TaskCalls
 
@@ -59,8 +59,6 @@ def idempotent_task(
     (`supports_defer`) and the key is made of arguments, so that the new task has the same key; its
     own result fails with InProgress, which is raised in every case. Functions may be async.
     """
-    if countdown <= 0:
-        raise ConfigurationError("countdown: a duplicate that comes back at once only spins")
 
     def decorate(function: F) -> F:
         calls = TaskCalls(
@@ -69,6 +67,7 @@ def idempotent_task(
             name=name,
             scope=scope,
             failures=failures,
+            countdown=countdown,
             give_up_after=give_up_after,
             options=dict(options),
         )

@@ -11,7 +11,6 @@ from django.db.models import Model
 from .. import encoding, engine, functions, keys
 from ..exceptions import ConfigurationError
 from ..models import Outcome, Status
-from ..policies import Policy
 from ..scopes import Scope
 
 #: How a task names its intent: a callable of its arguments, or the names of the arguments that do.
@@ -36,6 +35,7 @@ class TaskCalls:
         name: str | None,
         scope: Scope | Callable[..., Scope] | None,
         failures: tuple[type[Exception], ...],
+        countdown: float,
         give_up_after: int | None,
         options: dict[str, Any],
     ) -> None:
@@ -44,9 +44,9 @@ class TaskCalls:
         self.key = key
         self.scope = scope
         self.fingerprint = options.pop("fingerprint", None)
-        self._signature = inspect.signature(function)
-        self._refuse_contradictions(failures, give_up_after, options)
-        self.policy = Policy(**options)
+        self.signature = inspect.signature(function)
+        self.policy = functions.policy_of(options, failures)
+        self._refuse_contradictions(give_up_after, countdown)
         limit = GIVE_UP_AFTER if give_up_after is None else give_up_after
         self._give_up = (limit, self._dead(limit))
 
@@ -58,7 +58,7 @@ class TaskCalls:
         Raises TypeError for arguments the function does not take, for model instances among them,
         and when nothing says which intent this is.
         """
-        bound = self._signature.bind(*args, **kwargs)
+        bound = self.signature.bind(*args, **kwargs)
         bound.apply_defaults()
         own = dict(list(bound.arguments.items())[skip:])
         _refuse_models(own, self.name)
@@ -96,32 +96,24 @@ class TaskCalls:
             )
         return keys.from_value(default)
 
-    def _refuse_contradictions(
-        self,
-        failures: tuple[type[Exception], ...],
-        give_up_after: int | None,
-        options: dict[str, Any],
-    ) -> None:
-        unknown = {"methods", "required", "authorize_replay"} & options.keys()
-        if unknown:
+    def _refuse_contradictions(self, give_up_after: int | None, countdown: float) -> None:
+        if countdown <= 0:
             raise ConfigurationError(
-                f"{self.name}: {', '.join(sorted(unknown))} cannot be said of a task, only of a view"
+                f"{self.name}: countdown: a duplicate that comes back at once only spins"
             )
         if self.key is not None and not callable(self.key):
-            missing = set(_names(self.key)) - set(self._signature.parameters)
+            missing = set(_names(self.key)) - set(self.signature.parameters)
             if missing or not _names(self.key):
                 raise ConfigurationError(
                     f"{self.name} takes no argument {', '.join(sorted(missing))!r} that could be its key"
                 )
         if give_up_after is not None and give_up_after < 1:
             raise ConfigurationError(f"{self.name}: give_up_after must be at least 1")
-        if options.get("on_interrupted") == "reconcile" and give_up_after is not None:
+        if self.policy.on_interrupted == "reconcile" and give_up_after is not None:
             raise ConfigurationError(
                 f'{self.name}: on_interrupted="reconcile" never runs an interrupted task again, so '
                 "there is nothing that give_up_after could count"
             )
-        if not isinstance(failures, tuple):
-            raise ConfigurationError(f"{self.name}: failures is a tuple of exception classes")
 
     def _dead(self, limit: int) -> Outcome:
         message = f"{self.name}: {limit} executors vanished while running it"

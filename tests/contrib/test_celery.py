@@ -79,6 +79,20 @@ def test_every_delivery_of_one_message_has_one_effect(broker: Queue) -> None:
     assert {ended.value for ended in broker.work()} <= values  # those that met the running one
 
 
+def test_a_call_with_missing_arguments_is_not_sent(broker: Queue) -> None:
+    """Celery checks them where the call is made; a decorator must not hide them from it."""
+
+    @broker.task(bind=True)
+    @idempotent_task()
+    def pay(self: Any, amount: int, *, note: str = "") -> None: ...
+
+    for arguments in ({}, {"other": 1}, {"amount": 1, "other": 1}):
+        with pytest.raises(TypeError, match="argument"):
+            pay.delay(**arguments)
+    pay.delay(1, note="a")
+    assert broker.sent().body[0] == [1]
+
+
 def test_two_messages_without_a_key_are_two_intents(broker: Queue) -> None:
     @broker.task
     @idempotent_task()
@@ -310,11 +324,13 @@ def test_bound_tasks_and_task_classes_keep_self_out_of_the_intent(broker: Queue)
         ({"on_interrupted": "reconcile", "give_up_after": 3}, "never runs an interrupted task"),
         ({"give_up_after": 0}, "at least 1"),
         ({"countdown": 0}, "spins"),
-        ({"methods": ["POST"]}, "only of a view"),
-        ({"required": True}, "only of a view"),
+        ({"methods": ["POST"]}, "for views only"),
+        ({"required": True}, "for views only"),
         ({"key": "order"}, "no argument 'order'"),
         ({"key": ()}, "no argument"),
+        ({"exclude_fields": ["sent_at"]}, "for views only"),
         ({"failures": ValueError}, "tuple"),
+        ({"failures": ("ValueError",)}, "tuple"),
         ({"lease": -1}, "lease"),
     ],
 )

@@ -84,6 +84,21 @@ def test_declared_failures_are_final_and_raised_on_every_delivery(broker: Queue)
     assert effects("ship") == 0
 
 
+def test_a_final_failure_reaches_whoever_waits_for_the_result(broker: Queue) -> None:
+    @broker.task
+    @idempotent_task(failures=(Sold,))
+    def ship() -> None:
+        raise Sold("nothing left")
+
+    result = ship.delay()
+    delivery = broker.sent()
+    for _ in range(2):
+        broker.deliver(delivery)
+        with pytest.raises(StoredFailure, match=r"^nothing left$") as error:
+            result.get()
+        assert error.value.error_type == f"{__name__}.Sold"
+
+
 def test_retry_keeps_the_operation_and_counts_its_attempts(broker: Queue) -> None:
     @broker.task(bind=True, max_retries=5)
     @idempotent_task()

@@ -173,8 +173,8 @@ def test_a_backend_that_cannot_defer_is_not_asked_to() -> None:
 
 def test_contradictions_are_errors_at_import() -> None:
     with pytest.raises(ConfigurationError, match="spins"):
-        django_tasks.idempotent_task(countdown=0)
-    with pytest.raises(ConfigurationError, match="only of a view"):
+        django_tasks.idempotent_task(countdown=0)(lambda: None)
+    with pytest.raises(ConfigurationError, match="for views only"):
         django_tasks.idempotent_task(required=True)(lambda: None)
 
 
