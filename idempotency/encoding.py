@@ -2,7 +2,8 @@
 
 Decimal, UUID, date, time, datetime, timedelta, bytes, set, frozenset, tuple, Enum members and
 dataclasses are written as tagged objects and read back as what they were. An Enum or dataclass is
-looked up by its module and name on reading; rename it and old results cannot be read.
+looked up by its module and name on reading; rename it and old results cannot be read. A dataclass is
+made again from the fields that its __init__ takes.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import pkgutil
 import uuid
 from collections.abc import Callable
 from typing import Any
+from zoneinfo import ZoneInfo
 
 from django.utils.dateparse import parse_duration
 from django.utils.duration import duration_iso_string
@@ -84,17 +86,26 @@ def _plain(value: Any, place: str) -> Any:
         )
     if kind in _ENCODERS:
         tag, encode = _ENCODERS[kind]
-        return _tagged(tag, encode(value))
+        tagged = _tagged(tag, encode(value))
+        zone = getattr(value, "tzinfo", None)
+        if isinstance(zone, ZoneInfo) and zone.key:
+            # As an offset alone, the hour that clocks repeat would not come back equal.
+            tagged |= {"zone": zone.key, "fold": value.fold}
+        return tagged
     if kind in (tuple, set, frozenset):
         return _tagged(kind.__name__, [_plain(item, f"{place}[…]") for item in value])
+    if isinstance(value, enum.Flag):  # several at once have no name of their own
+        return {**_tagged("flag", value.value), "of": _dotted(kind, place)}
     if isinstance(value, enum.Enum):
         return {**_tagged("enum", value.name), "of": _dotted(kind, place)}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {
-            f.name: _plain(getattr(value, f.name), f"{place}.{f.name}")
-            for f in dataclasses.fields(value)
-            if f.init
-        }
+        given = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
+        fields = {name: _plain(item, f"{place}.{name}") for name, item in given.items()}
+        if not _can_be_made_again(value, given):
+            raise TypeError(
+                f"{place}: made again from the fields that its __init__ takes, this {kind.__qualname__} "
+                "is not the same; __post_init__, InitVar or a field with init=False is in the way"
+            )
         return {**_tagged("dataclass", fields), "of": _dotted(kind, place)}
     raise TypeError(
         f"{place} is a {kind.__module__}.{kind.__qualname__}, which cannot be stored. Return plain "
@@ -107,12 +118,28 @@ def _tagged(tag: str, value: Any) -> dict[str, Any]:
     return {TAG: tag, "v": value}
 
 
+def _can_be_made_again(value: Any, given: dict[str, Any]) -> bool:
+    try:
+        again = type(value)(**given)
+    except Exception:
+        return False
+    compared = [f.name for f in dataclasses.fields(value) if f.compare]
+    return [getattr(again, name) for name in compared] == [
+        getattr(value, name) for name in compared
+    ]
+
+
 def _dotted(kind: type, place: str) -> str:
-    if "<" in kind.__qualname__:
+    name = f"{kind.__module__}:{kind.__qualname__}"
+    try:
+        found = pkgutil.resolve_name(name)
+    except (ImportError, AttributeError, ValueError):
+        found = None
+    if found is not kind:
         raise TypeError(
-            f"{place}: {kind.__qualname__} is local to a function; it cannot be found again"
+            f"{place}: {name} does not name this class (is it local to a function?); it cannot be found again"
         )
-    return f"{kind.__module__}:{kind.__qualname__}"
+    return name
 
 
 def _restored(item: dict[str, Any]) -> Any:
@@ -121,9 +148,14 @@ def _restored(item: dict[str, Any]) -> Any:
         return item
     if tag == "enum":
         return _class(item["of"], lambda kind: issubclass(kind, enum.Enum))[item["v"]]
+    if tag == "flag":
+        return _class(item["of"], lambda kind: issubclass(kind, enum.Flag))(item["v"])
     if tag == "dataclass":
         return _class(item["of"], dataclasses.is_dataclass)(**item["v"])
-    return _DECODERS[tag](item["v"])
+    value = _DECODERS[tag](item["v"])
+    if "zone" in item:
+        return value.replace(tzinfo=ZoneInfo(item["zone"]), fold=item["fold"])
+    return value
 
 
 def _class(name: str, is_expected: Callable[[type], bool]) -> Any:

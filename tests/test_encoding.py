@@ -6,6 +6,7 @@ import decimal
 import enum
 import json
 import math
+import zoneinfo
 from typing import Any, NamedTuple
 
 import pytest
@@ -21,6 +22,11 @@ class Color(enum.Enum):
 
 class Size(enum.IntEnum):
     SMALL = 1
+
+
+class Right(enum.Flag):
+    READ = 1
+    WRITE = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +49,27 @@ class Point(NamedTuple):
     x: int
 
 
+@dataclasses.dataclass
+class Grown:
+    height: int
+
+    def __post_init__(self) -> None:
+        self.height += 1
+
+
+@dataclasses.dataclass
+class Doubled:
+    single: dataclasses.InitVar[int]
+    double: int = dataclasses.field(init=False, default=0)
+
+    def __post_init__(self, single: int) -> None:
+        self.double = 2 * single
+
+
+Shadowed = enum.Enum("Shadowed", "A")
+shadowed, Shadowed = Shadowed.A, enum.Enum("Shadowed", "A")  # type: ignore[misc]
+
+
 offsets = st.timedeltas(dt.timedelta(hours=-23), dt.timedelta(hours=23)).map(
     lambda offset: dt.timezone(dt.timedelta(minutes=offset // dt.timedelta(minutes=1)))
 )
@@ -57,9 +84,10 @@ scalars = (
     | st.uuids()
     | st.dates()
     | st.times()
-    | st.datetimes(timezones=st.none() | st.just(dt.UTC) | offsets)
+    | st.datetimes(timezones=st.none() | st.just(dt.UTC) | offsets | st.timezones())
     | st.timedeltas()
     | st.sampled_from([Color.RED, Size.SMALL, Money.Kind.CASH])
+    | st.sampled_from([Right.READ, Right.READ | Right.WRITE, Right(0)])
     | st.builds(Money, st.decimals(allow_nan=False), st.text())
 )
 hashable = st.integers() | st.text() | st.uuids() | st.dates()
@@ -124,7 +152,28 @@ def test_what_cannot_be_stored_is_refused_with_its_place(value: Any, place: str)
     assert "primary key" in str(error.value) or "local" in str(error.value)
 
 
+@pytest.mark.parametrize("fold", [0, 1])
+def test_the_hour_that_clocks_repeat_comes_back_equal(fold: int) -> None:
+    """Between two zones, Python takes no time in that hour for equal."""
+    zone = zoneinfo.ZoneInfo("Europe/Berlin")
+    value = dt.datetime(2026, 10, 25, 2, 30, tzinfo=zone, fold=fold)
+    found = loads(dumps(value))
+    assert (found, found.utcoffset(), found.tzinfo) == (value, value.utcoffset(), zone)
+
+
+@pytest.mark.parametrize("value", [Grown(1), Doubled(1), Basket([], Money.Kind.CASH)])
+def test_a_dataclass_that_would_come_back_as_another_is_refused(value: Any) -> None:
+    if isinstance(value, Basket):
+        assert loads(dumps(value)) == value
+        value.total = 8
+    with pytest.raises(TypeError, match=r"result: made again .* is not the same"):
+        dumps(value)
+
+
 def test_a_class_that_could_not_be_found_again_is_refused() -> None:
+    with pytest.raises(TypeError, match="does not name this class"):
+        dumps(shadowed)
+
     class Local(enum.Enum):
         A = 1
 
@@ -133,7 +182,7 @@ def test_a_class_that_could_not_be_found_again_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", ["os:system", "builtins:dict", "tests.test_encoding:Point"])
-@pytest.mark.parametrize("tag", ["enum", "dataclass"])
+@pytest.mark.parametrize("tag", ["enum", "flag", "dataclass"])
 def test_reading_never_calls_anything_but_the_kind_of_class_that_was_written(
     name: str, tag: str
 ) -> None:
