@@ -184,6 +184,12 @@ def test_what_is_unfinished_for_long_can_be_listed(staff: Client) -> None:
     assert set(listed(staff, {"attention": "unfinished"})) == {"stuck", "unknown"}
 
 
+def test_an_empty_list_says_why_it_is_empty(staff: Client) -> None:
+    assert "The first request with a key makes one" in get(staff, LIST)[0]
+    make()
+    assert "No operation is in this state" in get(staff, LIST, {"attention": "unfinished"})[0]
+
+
 def test_the_list_says_when_the_purge_does_not_keep_up(staff: Client) -> None:
     """BUGS L09."""
     make("late", due_at=FUTURE)
@@ -378,8 +384,8 @@ def test_the_number_of_queries_does_not_grow_with_the_story(staff: Client, setti
         ({"expires_at": FUTURE, "tombstone_until": FUTURE}, "Succeeded", "Safe: until"),
         ({"tombstone_until": FUTURE}, "Succeeded", "It is refused until"),
         ({}, "Succeeded", "It would be done again"),
-        ({"status": Status.FAILED}, "Failed", "trying again changes nothing"),
-        ({"status": Status.REVERSED}, "Reversed", "undone again"),
+        ({"status": Status.FAILED}, "Failed", "only a new key would be a new try"),
+        ({"status": Status.REVERSED}, "Reversed", "It failed, and what it had done was undone"),
         ({"status": Status.REQUIRES_ACTION}, "Requires action", "confirming a payment"),
         ({"status": Status.RECONCILING}, "Reconciling", "No: not with another key"),
         (
@@ -402,13 +408,39 @@ def test_the_state_is_told_in_words_with_advice(
     assert advice in text
 
 
+def test_a_later_reversal_is_told_from_a_failure_that_was_undone(staff: Client) -> None:
+    operation = make(status=Status.REVERSED, finished_at=PAST)
+    Event.objects.create(
+        operation=operation, kind=EventKind.REVERSED, attempt=1, detail="", created_at=FUTURE
+    )
+    text, _ = get(staff, detail(operation))
+    assert f"Done, and undone again at {story.when(FUTURE)}" in text
+    assert "Finished: Succeeded" in text
+
+
+def test_steps_that_undo_others_are_shown_in_words(staff: Client) -> None:
+    operation = make(status=Status.REVERSED)
+    for name in ("reserve", "~compensating", "~undo:reserve"):
+        Step.objects.create(
+            operation=operation,
+            name=name,
+            is_external=False,
+            status=StepStatus.STARTED,
+            attempt=1,
+            started_at=PAST,
+        )
+    text, _ = get(staff, detail(operation))
+    assert "undo of reserve" in text
+    assert "~" not in text
+
+
 def test_what_the_reconciler_gave_up_waits_for_a_person(staff: Client) -> None:
     operation = make(status=Status.RECONCILING)
     assert "It is asked about again at 2020-01-01 00:00:00" in get(staff, detail(operation))[0]
     Event.objects.create(
         operation=operation, kind=EventKind.HANDED_OVER, attempt=1, detail="", created_at=PAST
     )
-    assert "waits for a person" in get(staff, detail(operation))[0]
+    assert "somebody has to look on the other side" in get(staff, detail(operation))[0]
 
 
 @pytest.mark.vendor("postgresql", "mysql")

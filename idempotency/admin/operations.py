@@ -81,24 +81,22 @@ class OperationAdmin(BaseAdmin):
     show_facets = admin.ShowFacets.NEVER
     actions = None
     fieldsets = (
-        (_("Identity"), {"fields": ("key", "scope", "name", "id", "fingerprint")}),
+        (_("Identity and answer"), {"fields": ("key", "scope", "name", "id", "response")}),
         (
-            _("Execution"),
+            _("Technical details"),
             {
+                "classes": ("collapse",),
                 "fields": (
                     "status",
+                    "code",
                     "attempt",
                     "stepwise",
-                    "lease_expires_at",
-                    "last_error",
+                    "lease",
                     "checks",
-                )
+                    "due",
+                    "fingerprint",
+                ),
             },
-        ),
-        (_("Answer"), {"fields": ("code", "response")}),
-        (
-            _("Times"),
-            {"fields": ("created_at", "finished_at", "expires_at", "tombstone_until", "due_at")},
         ),
     )
 
@@ -203,10 +201,18 @@ class OperationAdmin(BaseAdmin):
             "subtitle": None,
             "is_cut": len(events) >= min(conf.EVENTS_PER_OPERATION or 1, MOST),
             "references": _children(Reference, operation),
-            "steps": _children(Step, operation, "result"),
+            "steps": story.steps(_children(Step, operation, "result")),
             "messages_sent": _children(OutboxMessage, operation, "payload"),
         }
         return super().render_change_form(request, context, *args, **kwargs)
+
+    @admin.display(description=_("lease expires"))
+    def lease(self, operation: Operation) -> str:
+        return story.when(operation.lease_expires_at) or "-"
+
+    @admin.display(description=_("maintenance looks at it"))
+    def due(self, operation: Operation) -> str:
+        return story.when(operation.due_at)
 
     @admin.display(description=_("stored response"))
     def response(self, operation: Operation) -> str:

@@ -12,8 +12,8 @@ from django.utils.timezone import is_aware, localtime
 from django.utils.translation import gettext, ngettext
 from django.utils.translation import gettext_lazy as _
 
-from .. import db, exceptions
-from ..models import Event, EventKind, Operation, Status
+from .. import compensation, db, exceptions
+from ..models import Event, EventKind, Operation, Status, Step
 
 #: Looks of a state; style sheet classes.
 GOOD, WAITING, BAD, OVER = "good", "waiting", "bad", "over"
@@ -118,6 +118,7 @@ def verdict(operation: Operation, state: str, events: Iterable[Event]) -> Verdic
         "due": when(operation.due_at),
         "finished": when(operation.finished_at),
     }
+    undone = _undone(events)
     texts = {
         "executing": (
             gettext("Somebody is executing it right now."),
@@ -150,7 +151,10 @@ def verdict(operation: Operation, state: str, events: Iterable[Event]) -> Verdic
         ),
         "reconciling": (
             gettext("Nobody knows yet whether its effects exist."),
-            gettext("The reconciler gave up: it waits for a person.")
+            gettext(
+                "The reconciler gave up: somebody has to look on the other side, and settle it with "
+                "idempotency.reconciliation.resolve()."
+            )
             if any(event.kind == EventKind.HANDED_OVER for event in events)
             else gettext("It is asked about again at %(due)s.") % until,
             gettext("No: not with another key, or the effects may come twice."),
@@ -161,7 +165,7 @@ def verdict(operation: Operation, state: str, events: Iterable[Event]) -> Verdic
             "",
         ),
         "failed": (
-            gettext("Refused for good at %(finished)s; trying again changes nothing.") % until,
+            gettext("Refused for good at %(finished)s; only a new key would be a new try.") % until,
             _replays(events),
             "",
         ),
@@ -171,7 +175,9 @@ def verdict(operation: Operation, state: str, events: Iterable[Event]) -> Verdic
             "",
         ),
         "reversed": (
-            gettext("Done, and undone again at %(finished)s.") % until,
+            gettext("Done, and undone again at %s.") % when(undone.created_at)
+            if undone
+            else gettext("It failed, and what it had done was undone at %(finished)s.") % until,
             _replays(events),
             "",
         ),
@@ -192,6 +198,11 @@ def verdict(operation: Operation, state: str, events: Iterable[Event]) -> Verdic
     return Verdict(state, headline, explanation, retry)
 
 
+def _undone(events: Iterable[Event]) -> Event | None:
+    """The later reversal of what had succeeded; None if its own failure undid it."""
+    return next((event for event in events if event.kind == EventKind.REVERSED), None)
+
+
 def _replays(events: Iterable[Event]) -> str:
     times = sum(event.kind == EventKind.REPLAYED for event in events)
     if not times:
@@ -207,21 +218,34 @@ def timeline(operation: Operation, events: Iterable[Event]) -> list[Moment]:
     moments += [_moment(event) for event in events]
     if operation.finished_at is not None:
         code = f"HTTP {operation.code}" if operation.code else ""
-        look = STATES[operation.status][1]
-        text = gettext("Finished: %s") % operation.get_status_display()
+        # A later reversal is an event, and leaves the time at which the operation finished.
+        label, look = STATES["succeeded" if _undone(events) else operation.status]
+        text = gettext("Finished: %s") % label
         moments.append(Moment(operation.finished_at, text, code, look))
     if operation.expires_at is not None:
         is_over = getattr(operation, "over", False)
         text = (
-            gettext("The answer was forgotten") if is_over else gettext("The answer is kept until")
+            gettext("The answer was forgotten")
+            if is_over
+            else gettext("The answer is kept until then")
         )
         moments.append(Moment(operation.expires_at, text, look=OVER))
     if operation.tombstone_until is not None and operation.tombstone_until != operation.expires_at:
         moments.append(
-            Moment(operation.tombstone_until, gettext("Retries are refused until"), look=OVER)
+            Moment(operation.tombstone_until, gettext("Retries are refused until then"), look=OVER)
         )
     # A key that is used again keeps the events of its former life.
     return sorted(moments, key=lambda moment: moment.time)
+
+
+def steps(rows: Iterable[Step]) -> list[Step]:
+    """The steps under names for people, without the marker that says that undoing has begun."""
+    shown = [step for step in rows if step.name != compensation.COMPENSATING]
+    for step in shown:
+        name = step.name.removeprefix(compensation.UNDO)
+        if name != step.name:
+            step.name = gettext("undo of %s") % name
+    return shown
 
 
 def _moment(event: Event) -> Moment:
