@@ -39,6 +39,7 @@ async function pay() {
   if (!response.ok) return say(state, data?.detail ?? "The order was refused.", "bad");
 
   if (response.status === 202) return location.assign(data.action_url);
+  document.querySelector("nav .pill").textContent = 0; // the cart
   say(state, `Paid. Order ${data.number}, charged once.`, "good");
   const link = document.createElement("a");
   link.href = `${form.dataset.order}${data.id}/`;

@@ -2,6 +2,8 @@
 
 const brief = (text) => text.replace(/([0-9a-f]{8})-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}/g, "$1…");
 
+const MEANINGS = { 200: "OK", 201: "created" };
+
 function words(event) {
   switch (event.type) {
     case "sent":
@@ -11,7 +13,7 @@ function words(event) {
     case "waiting":
       return ["wait", `Trying again in ${(event.wait / 1000).toFixed(1)} s`, ""];
     case "answered": {
-      const order = event.data?.number ? `order ${event.data.number}` : (event.data?.title ?? event.data?.detail ?? "");
+      const order = event.data?.number ? `order ${event.data.number}` : (event.data?.title ?? event.data?.detail ?? MEANINGS[event.status] ?? "");
       const kind = event.status < 300 ? "good" : "bad";
       return [event.replayed ? "replay" : kind, `${event.status} ${order}`, event.replayed ? "Idempotent-Replayed: true" : ""];
     }
