@@ -291,11 +291,44 @@ def test_a_tolerance_that_makes_no_sense_is_a_configuration_error(tolerance: Any
 
 
 @pytest.mark.parametrize(
-    "timestamp", ["-1", "1e9", "1614265330.5", " 1614265330", "\u0661", "\u00b2", "9" * 13, "nan"]
+    "timestamp",
+    [
+        "-1",
+        "1e9",
+        "1614265330.5",
+        " 1614265330",
+        "\u0661",
+        "\u00b2",
+        "9" * 13,
+        "9" * 5000,
+        "nan",
+        "",
+    ],
 )
 def test_a_timestamp_is_a_plain_number(timestamp: str) -> None:
-    headers = HEADERS | {"webhook-timestamp": timestamp}
+    """Although the signature is right, and any age is."""
+    headers = signed_at(timestamp)
     assert not accepts(standard(tolerance=None), headers=headers)
+    assert not accepts(StripeVerifier("s", tolerance=None), headers=headers)
+
+
+def test_a_signature_without_an_id_is_none() -> None:
+    assert accepts(standard(), headers=signed_at(str(NOW)))
+    assert not accepts(standard(), headers=signed_at(str(NOW), delivery=""))
+
+
+def signed_at(timestamp: str, delivery: str = "m") -> dict[str, str]:
+    """Headers of Standard Webhooks and of Stripe that are right for this timestamp."""
+    raw = base64.b64decode(SECRET.removeprefix("whsec_"))
+    signed = f"{delivery}.{timestamp}.".encode("latin-1", "replace") + BODY
+    signature = base64.b64encode(hmac.new(raw, signed, hashlib.sha256).digest()).decode()
+    stripe = hmac.new(b"s", f"{timestamp}.".encode() + BODY, hashlib.sha256).hexdigest()
+    return {
+        "webhook-id": delivery,
+        "webhook-timestamp": timestamp,
+        "webhook-signature": f"v1,{signature}",
+        "Stripe-Signature": f"t={timestamp},v1={stripe}",
+    }
 
 
 # Hostile input -----------------------------------------------------------------------------------

@@ -273,13 +273,13 @@ def _header_bytes(text: str) -> bytes:
 def _unhex(text: str) -> bytes:
     """The bytes, or b"" (which matches nothing) for anything that is not hexadecimal."""
     try:
-        return binascii.unhexlify(text.encode("ascii"))
+        return binascii.unhexlify(text)
     except ValueError:
         return b""
 
 
 def _unbase64(text: str) -> bytes:
     try:
-        return base64.b64decode(text.encode("ascii"), validate=True)
+        return base64.b64decode(text, validate=True)
     except ValueError:
         return b""
