@@ -141,47 +141,38 @@ def receive_batch(
     `message_id`, `payload` and `serialize_on` are called with the message. Each message has a
     transaction of its own, so one that fails takes no other with it. With `serialize_on`, messages of
     an object whose message failed are held, so that the order survives the redelivery. Exceptions
-    of `handle` are returned, not raised.
+    of the callables are returned, not raised.
     """
     items: list[Item] = []
     failed: set[str] = set()
     for message in messages:
-        group = serialize_on(message) if serialize_on is not None else ""
-        item = Item(message, "", "held")
-        if not group or group not in failed:
-            item = _receive_item(message, handle, consumer, message_id, payload, group, policy)
+        found = group = ""
+        status, cause = "held", None
+        try:
+            try:
+                found = message_id(message)
+            finally:  # a message without an id still keeps its place in the order
+                group = serialize_on(message) if serialize_on is not None else ""
+            if not group or group not in failed:
+                with receive(
+                    consumer=consumer,
+                    message_id=found,
+                    payload=None if payload is None else payload(message),
+                    serialize_on=group,
+                    policy=policy,
+                ) as received:
+                    if received.is_new:
+                        handle(message)
+                status = "received" if received.is_new else "duplicate"
+        except Exception as error:
+            level = logging.INFO if isinstance(error, IdempotencyError) else logging.ERROR
+            logger.log(level, "a message for %s failed: %s", consumer, type(error).__qualname__)
+            status, cause = "failed", error
+        item = Item(message, found, status, cause)
         if group and not item.is_done:
             failed.add(group)
         items.append(item)
     return items
-
-
-def _receive_item(
-    message: Any,
-    handle: Callable[[Any], Any],
-    consumer: str,
-    message_id: Callable[[Any], str],
-    payload: Callable[[Any], Any] | None,
-    group: str,
-    policy: Policy | None,
-) -> Item:
-    found = ""
-    try:
-        found = message_id(message)
-        with receive(
-            consumer=consumer,
-            message_id=found,
-            payload=None if payload is None else payload(message),
-            serialize_on=group,
-            policy=policy,
-        ) as received:
-            if received.is_new:
-                handle(message)
-    except Exception as error:
-        level = logging.INFO if isinstance(error, IdempotencyError) else logging.ERROR
-        logger.log(level, "a message for %s failed: %s", consumer, type(error).__qualname__)
-        return Item(message, found, "failed", error)
-    return Item(message, found, "received" if received.is_new else "duplicate")
 
 
 def key_of(message_id: str) -> str:

@@ -249,6 +249,26 @@ def test_an_item_without_an_id_fails_alone() -> None:
     assert batch(["", "a"]) == [("", "failed"), ("a", "received")]
 
 
+def test_an_item_that_cannot_be_read_fails_alone_and_keeps_its_place() -> None:
+    received = []
+    messages = [{"id": "a", "order": "1"}, {"id": "b"}, {"order": "2"}, {"id": "c", "order": "2"}]
+    items = inbox.receive_batch(
+        [*messages, {"id": "d", "order": "1"}],
+        received.append,
+        consumer="batch",
+        message_id=lambda message: message["id"],
+        serialize_on=lambda message: message["order"],
+    )
+    assert [(item.message_id, item.status) for item in items] == [
+        ("a", "received"),
+        ("b", "failed"),
+        ("", "failed"),
+        ("c", "held"),  # after one of the same order that could not be received
+        ("d", "received"),
+    ]
+    assert [message["id"] for message in received] == ["a", "d"]
+
+
 def test_after_a_failure_later_items_of_the_same_object_are_held() -> None:
     """RULES 107: a blocked group does not block others."""
     ids = ["a1", "bad-b1", "b2", "a2", "b3"]
