@@ -45,7 +45,9 @@ def test_an_address_that_is_not_public_is_known_in_every_disguise(address: str) 
     assert not posting.is_public(ipaddress.ip_address(address))
 
 
-@pytest.mark.parametrize("address", ["8.8.8.8", "2606:4700::1111", "::ffff:8.8.8.8"])
+@pytest.mark.parametrize(
+    "address", ["8.8.8.8", "2606:4700::1111", "::ffff:8.8.8.8", "64:ff9b::8.8.8.8"]
+)
 def test_a_public_address_is_allowed(address: str) -> None:
     assert posting.is_public(ipaddress.ip_address(address))
 

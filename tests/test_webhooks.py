@@ -1324,6 +1324,14 @@ def test_a_change_of_the_mode_repeats_nothing() -> None:
     assert effects("m1") == 1
 
 
+def test_a_stored_delivery_that_is_refused_says_why() -> None:
+    assert deliver(First.as_view(acknowledge_first=False)).status_code == 202
+    assert deliver(First, body=event(amount=2)).status_code == 202  # nothing is kept of the first
+    assert outbox.relay().retried == 2
+    for row in OutboxMessage.objects.all():
+        assert row.last_error.startswith("idempotency.exceptions.Mismatch")
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
