@@ -20,6 +20,7 @@ from idempotency.admin import story
 from idempotency.contrib.celery import KEY_HEADER, idempotent_task
 from idempotency.exceptions import (
     InProgress,
+    Mismatch,
     OutcomeUnknown,
     StoredFailure,
     Unavailable,
@@ -114,6 +115,34 @@ def test_retry_keeps_the_operation_and_counts_its_attempts(broker: Queue) -> Non
     assert [row.amount for row in Effect.objects.all()] == [2]
     operation = only()
     assert (operation.key, operation.attempt, operation.status) == ("intent", 3, "succeeded")
+
+
+@pytest.mark.parametrize("again", ["retry", "replace"])
+def test_what_comes_again_with_other_arguments_has_to_say_what_stays_the_same(
+    broker: Queue, again: str
+) -> None:
+    def pages(self: Any, page: int) -> int:
+        if page < 2:
+            if again == "retry":
+                raise self.retry(args=(page + 1,))
+            raise self.replace(self.s(page + 1))
+        return effect("pages")
+
+    @broker.task(bind=True, name="strict")
+    @idempotent_task()
+    def strict(self: Any, page: int) -> int:
+        return pages(self, page)
+
+    @broker.task(bind=True, name="loose")
+    @idempotent_task(fingerprint=lambda *args, **kwargs: None)
+    def loose(self: Any, page: int) -> int:
+        return pages(self, page)
+
+    strict.delay(0)
+    assert isinstance(broker.work()[-1].value, Mismatch)
+    loose.delay(0)
+    assert broker.work()[-1].state == "SUCCESS"
+    assert effects("pages") == 1
 
 
 def test_automatic_retries_work_as_without_protection(broker: Queue) -> None:
