@@ -322,21 +322,51 @@ def test_the_certificate_must_be_trusted_and_name_the_host_although_the_address_
     assert headers["host"] == f"hooks.test:{receiver.server_port}"
 
 
-def test_a_handshake_that_takes_all_the_time_leaves_none_for_the_answer(
-    receiver: Receiver, certificate: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def barked(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """The time of an attempt is over."""
+    event, bark = threading.Event(), posting._Pinned.abort
+
+    def abort(self: Any) -> None:
+        bark(self)
+        event.set()
+
+    monkeypatch.setattr(posting._Pinned, "abort", abort)
+    return event
+
+
+def test_a_connection_that_takes_all_the_time_leaves_none_for_the_answer(
+    receiver: Receiver, barked: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The watchdog barks while there is nothing to bite: an answer after that would have no end."""
+    connect = socket.create_connection
+
+    def connect_late(*args: Any) -> socket.socket:
+        connected = connect(*args)
+        assert barked.wait(60)
+        return connected
+
+    monkeypatch.setattr(socket, "create_connection", connect_late)
+    send("t", 1)
+    summary = outbox.relay(publisher=publisher(receiver, timeout=1))
+    assert summary == outbox.Summary(retried=1)
+    assert barked.is_set()  # it was connected by then
+    assert receiver.requests == []
+
+
+def test_a_handshake_that_takes_all_the_time_leaves_none_for_the_answer(
+    receiver: Receiver,
+    certificate: Path,
+    barked: threading.Event,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate)
     receiver.socket = context.wrap_socket(receiver.socket, server_side=True)
     receiver.url = f"https://hooks.test:{receiver.server_port}/"
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
     resolving(monkeypatch, "127.0.0.1")
-    barked, bark, trusting = threading.Event(), posting._Pinned.abort, ssl.create_default_context
-
-    def abort(self: Any) -> None:
-        bark(self)
-        barked.set()
+    trusting = ssl.create_default_context
 
     class Late:
         @staticmethod
@@ -345,10 +375,9 @@ def test_a_handshake_that_takes_all_the_time_leaves_none_for_the_answer(
             assert barked.wait(60)
             return shaken
 
-    monkeypatch.setattr(posting._Pinned, "abort", abort)
     monkeypatch.setattr(ssl, "create_default_context", Late)
     send("t", 1)
-    summary = outbox.relay(publisher=publisher(receiver, timeout=1))
+    summary = outbox.relay(publisher=publisher(receiver, timeout=2))
     assert summary == outbox.Summary(retried=1)
     assert barked.is_set()  # the handshake was done by then
     assert receiver.requests == []
