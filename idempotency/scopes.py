@@ -50,7 +50,7 @@ def principal(request: Any) -> Scope:
     """
     user = getattr(request, "user", None)
     if user is None or not getattr(user, "is_authenticated", False):
-        raise AnonymousKey("Authenticate the request, or send it without an idempotency key.")
+        raise AnonymousKey("Authenticate the request. Where a key is optional, it may be left out.")
     for attribute in ("pk", "id"):
         identity = getattr(user, attribute, None)
         if identity is not None and identity != "":

@@ -16,8 +16,10 @@ from django.utils.translation import trans_real
 from idempotency import exceptions
 from idempotency.decorators import idempotent
 from idempotency.http.problems import members, problem
+from idempotency.http.requests import where_keys_belong
 from idempotency.keys import MAX_LENGTH
 from idempotency.models import Operation
+from idempotency.policies import Policy
 from tests.app.models import Effect
 from tests.callers import age, effects, events, new_key, operation
 from tests.clients import login, routes, send
@@ -120,8 +122,22 @@ def test_a_required_key_that_is_missing_is_400_and_nothing_runs():
         400,
         "urn:django-idempotency:problem:missing-key",
     )
+    assert response.json()["detail"] == "Send one in the header Idempotency-Key."
     assert not Effect.objects.exists()
     assert not Operation.objects.exists()
+
+
+@pytest.mark.parametrize(
+    ("key", "told"),
+    [
+        ("header:X-Request-Key", "Send one in the header X-Request-Key."),
+        ("json:request_id", "Send one in the json field request_id."),
+        ("form:token", "Send one in the form field token."),
+        (lambda request: None, ""),
+    ],
+)
+def test_a_missing_key_says_where_it_belongs(key, told):
+    assert where_keys_belong(Policy(key=key).resolved()) == told
 
 
 @pytest.mark.parametrize(

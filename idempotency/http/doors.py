@@ -21,7 +21,7 @@ from ..fingerprints import Fingerprint
 from ..policies import Resolved
 from ..scopes import Scope
 from .problems import problem
-from .requests import find_key, request_fingerprint
+from .requests import find_key, request_fingerprint, where_keys_belong
 from .responses import capture, rendered, replay
 
 
@@ -47,7 +47,7 @@ def intent_of(
     key = get_key(request, policy)
     if key is None:
         if policy.required:
-            raise MissingKey
+            raise MissingKey(where_keys_belong(policy))
         return None
     return engine.Intent(
         name=(policy.name or _route(request) or name)[:200],

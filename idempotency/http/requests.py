@@ -24,7 +24,7 @@ from .bodies import (
     url_pairs,
 )
 
-__all__ = ["find_key", "request_fingerprint", "spool", "spool_when_read"]
+__all__ = ["find_key", "request_fingerprint", "spool", "spool_when_read", "where_keys_belong"]
 
 #: Headers that change what is asked for.
 _COMPARED_HEADERS = ("HTTP_IF_MATCH", "HTTP_IF_NONE_MATCH")
@@ -53,6 +53,18 @@ def find_key(request: Any, policy: Resolved) -> str | None:
         return _field_key(_fields(request, kind), name)
     raise ConfigurationError(
         f'Policy.key is a callable, "header:NAME", "json:FIELD" or "form:FIELD", not {carrier!r}.'
+    )
+
+
+def where_keys_belong(policy: Resolved) -> str:
+    """What to tell the sender of a request without a key; nothing where the project's code finds it."""
+    if callable(policy.key):
+        return ""
+    kind, _, name = (policy.key or f"header:{conf.KEY_HEADER}").partition(":")
+    return (
+        f"Send one in the {kind} {name}."
+        if kind == "header"
+        else f"Send one in the {kind} field {name}."
     )
 
 
