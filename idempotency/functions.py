@@ -57,8 +57,7 @@ def idempotent_function(
     policy = policy_of(options, failures)
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        path = f"{function.__module__}.{function.__qualname__}"
-        operation_name = name or path
+        operation_name = name or path_of(function)
         signature = inspect.signature(function)
 
         def intent(args: Any, kwargs: Any) -> engine.Intent:
@@ -70,16 +69,13 @@ def idempotent_function(
                 bound.apply_defaults()
                 identity = bound.arguments
             resolved = policy.resolved()
-            call = {"function": path, "args": args, "kwargs": kwargs}
-            # The completer finds the function by its name; one that is local to another has none.
-            can_complete = resolved.stepwise and "<" not in path
             return intent_of(
                 operation_name,
                 key(*args, **kwargs),
                 identity,
                 resolved,
                 scope=found,
-                arguments=encoding.dumps(call, "call") if can_complete else None,
+                arguments=call_again(function, args, kwargs) if resolved.stepwise else None,
             )
 
         if iscoroutinefunction(function):
@@ -113,6 +109,18 @@ def policy_of(options: dict[str, Any], failures: object) -> Policy:
     ):
         raise ConfigurationError(f"failures is a tuple of exception classes, not {failures!r}")
     return Policy(**options)
+
+
+def path_of(function: Callable[..., Any]) -> str:
+    return f"{function.__module__}.{function.__qualname__}"
+
+
+def call_again(function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> str | None:
+    """What the completer needs to call it. None if its name does not find it: it is local, or a method."""
+    if "." in function.__qualname__:
+        return None
+    call = {"function": path_of(function), "args": args, "kwargs": kwargs}
+    return encoding.dumps(call, "call")
 
 
 def intent_of(

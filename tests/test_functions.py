@@ -130,6 +130,27 @@ def test_a_fingerprint_may_leave_arguments_out() -> None:
     assert [receive(key, 1), receive(key, 2), runs] == [1, 1, [1]]
 
 
+class Desk:
+    @staticmethod
+    @idempotent_function(key=lambda order: order, stepwise=True)
+    def static(order: str) -> int:
+        return Effect.objects.create(label=order).pk
+
+    @idempotent_function(
+        key=lambda self, order: order, fingerprint=lambda self, order: order, stepwise=True
+    )
+    def method(self, order: str) -> int:
+        return Effect.objects.create(label=order).pk
+
+
+@pytest.mark.parametrize("function", [Desk.static, Desk().method])
+def test_a_stepwise_function_of_a_class_is_left_to_its_callers(function: Any) -> None:
+    """The completer could not find it by its name, nor make the object again."""
+    key = new_key()
+    assert function(key) == function(key)
+    assert (effects(key), operation(key).arguments) == (1, None)
+
+
 def test_a_method_needs_a_fingerprint_without_its_self() -> None:
     class Till:
         @idempotent_function(key=lambda self, order: order)

@@ -39,8 +39,8 @@ class TaskCalls:
         give_up_after: int | None,
         options: dict[str, Any],
     ) -> None:
-        self.path = f"{function.__module__}.{function.__qualname__}"
-        self.name = name or self.path
+        self.function = function
+        self.name = name or functions.path_of(function)
         self.key = key
         self.scope = scope
         self.fingerprint = options.pop("fingerprint", None)
@@ -72,15 +72,14 @@ class TaskCalls:
             identity,
             resolved,
             scope=scope or ("task", self.name),
-            arguments=self._call_again(given) if resolved.stepwise else None,
+            # The completer has no task id, so only a key of arguments will do.
+            arguments=(
+                functions.call_again(self.function, *given)
+                if resolved.stepwise and self.key is not None
+                else None
+            ),
             give_up=self._give_up,
         )
-
-    def _call_again(self, given: tuple[Sequence[Any], dict[str, Any]]) -> str | None:
-        """What the completer needs. It has no task id, so only a key of arguments will do."""
-        if self.key is None:
-            return None
-        return encoding.dumps({"function": self.path, "args": list(given[0]), "kwargs": given[1]})
 
     def _key_of(
         self, given: tuple[Sequence[Any], dict[str, Any]], own: dict[str, Any], default: str | None
