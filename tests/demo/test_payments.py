@@ -112,6 +112,18 @@ def test_repeated_and_reordered_webhooks_change_nothing(
     assert demo.order(order)["status"] == "paid"
 
 
+def marked_paid(demo: Demo, order: dict[str, Any]) -> str:
+    """Attempts of the one operation that both paths to "paid" share, and whether a path found it done."""
+    code = f"""
+from idempotency.models import Event, Operation
+from demo_shop.shop.models import Payment
+charge = Payment.objects.get(order={order["id"]!r}).charge_id
+operation = Operation.objects.get(name="shop.mark_paid", key=str(charge))
+print(operation.attempt, Event.objects.filter(operation=operation, kind="replayed").exists())
+"""
+    return demo.run(code)
+
+
 @pytest.mark.parametrize("is_webhook_first", [True, False])
 def test_browser_and_webhook_pay_once_in_either_order(demo: Demo, is_webhook_first: bool) -> None:
     """BUGS T05."""
@@ -127,6 +139,7 @@ def test_browser_and_webhook_pay_once_in_either_order(demo: Demo, is_webhook_fir
     assert demo.settled(order["status_url"])["status"] == "succeeded"
     demo.until(lambda: demo.evidence(order)["emails"])
     assert (demo.evidence(order)["charges"], demo.evidence(order)["emails"]) == (1, 1)
+    assert marked_paid(demo, order) == "1 True"
 
 
 def test_browser_and_webhook_at_once_pay_once(demo: Demo) -> None:
@@ -152,6 +165,7 @@ def test_browser_and_webhook_at_once_pay_once(demo: Demo) -> None:
     assert demo.settled(order["status_url"])["status"] == "succeeded"
     demo.until(lambda: demo.evidence(order)["emails"])
     assert (demo.evidence(order)["charges"], demo.evidence(order)["emails"]) == (1, 1)
+    assert marked_paid(demo, order) == "1 True"
 
 
 def test_an_unsigned_webhook_pays_nothing(demo: Demo) -> None:
