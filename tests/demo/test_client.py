@@ -96,6 +96,29 @@ def node(code: str) -> str:
     return done.stdout
 
 
+@pytest.mark.parametrize(
+    ("status", "problem", "is_final"),
+    [
+        (201, {}, True),
+        (402, None, True),
+        (422, {"key_action": "new_key"}, True),
+        (409, {"detail": "sold out"}, True),
+        (409, {"retryable": True, "key_action": "wait"}, False),
+        (409, {"retryable": False, "key_action": "wait"}, False),
+        (429, None, False),
+        (503, None, False),
+    ],
+)
+def test_a_key_is_forgotten_only_when_its_outcome_is_known(
+    status: int, problem: Any, is_final: bool
+) -> None:
+    answer = f"{{ status: {status} }}, {json.dumps(problem)}"
+    code = (
+        f"import {{ isFinal }} from {json.dumps(MODULE.as_uri())}; console.log(isFinal({answer}))"
+    )
+    assert json.loads(node(code)) is is_final
+
+
 def test_every_try_of_an_intent_carries_its_key(server: Script, send: Any) -> None:
     server.answers = [LOST, (503, {}, None), (409, {}, {"retryable": True}), (201, {}, {})]
     status, _ = send()

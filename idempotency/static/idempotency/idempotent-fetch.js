@@ -105,6 +105,11 @@ export async function follow(url, { headers = {}, patience = 120_000, report = (
   return null;
 }
 
+/** Whether this answer settles the intent. Only then may its key be forgotten. */
+export function isFinal(response, data) {
+  return !worthAnotherTry(response.status, data) && data?.key_action !== "wait";
+}
+
 function worthAnotherTry(status, data) {
   if (status === 409) return data?.retryable === true;
   return status === 429 || status >= 500;
