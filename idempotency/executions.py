@@ -18,7 +18,13 @@ from django.dispatch import Signal
 
 from . import db, signals
 from .conf import conf
-from .exceptions import IllegalTransition, OutcomeUnknown, RolledBack, Unavailable
+from .exceptions import (
+    ConfigurationError,
+    IllegalTransition,
+    OutcomeUnknown,
+    RolledBack,
+    Unavailable,
+)
 from .models import FINAL, EventKind, Operation, Outcome, Status, describe_error
 from .policies import Resolved
 
@@ -57,6 +63,11 @@ class Execution:
         try:
             if self.unknown is not None:
                 raise self.unknown
+            if not self._is_innermost():
+                raise ConfigurationError(
+                    f"{self.operation.name}: a transaction that began inside the operation is still open, "
+                    "in a task it has started perhaps. Await the task before you return."
+                )
             if connections[using].needs_rollback:
                 raise RolledBack(
                     f"{self.operation.name}: the handler returned an answer although its transaction "
@@ -172,12 +183,18 @@ class Execution:
             send(signals.operation_attempt_failed, operation, error=operation.last_error)
 
     def _leave(self, error: BaseException | None) -> None:
+        is_innermost = self._is_innermost()
         block, self._block = self._block, None
         assert block is not None, "an Execution ends once"
         if error is None:
             block.__exit__(None, None, None)
         else:
             block.__exit__(type(error), error, error.__traceback__)
+        if not is_innermost:  # Django has left the block inside ours instead: whoever is in it must
+            connections[self.policy.using].needs_rollback = True  # not commit what we give up
+
+    def _is_innermost(self) -> bool:
+        return connections[self.policy.using].atomic_blocks[-1:] == [self._block]
 
     def _committed(self) -> bool:
         """Whether a commit that raised happened after all: read back, never guessed."""

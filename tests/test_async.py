@@ -27,6 +27,7 @@ from django.views.decorators.csrf import csrf_exempt
 
 from idempotency import db, engine, scopes
 from idempotency.decorators import idempotent, idempotent_function
+from idempotency.exceptions import ConfigurationError
 from idempotency.models import Operation
 from tests.app.models import Effect
 from tests.callers import effects, events, is_replay, new_key, operation, problem
@@ -281,6 +282,41 @@ def test_a_task_that_outlives_its_operation_is_not_part_of_it():
 
     assert async_to_sync(run)() == "sent"
     assert seen == [key, None]
+
+
+@pytest.mark.parametrize("inner_fails", [False, True])
+def test_an_answer_is_not_given_while_a_task_of_the_operation_has_a_transaction_open(inner_fails):
+    """Both share one connection: Django would commit, or undo, the answer with the task's transaction."""
+    outer_key, inner_key = new_key(), new_key()
+    tasks: list[asyncio.Task[None]] = []
+    inside, go_on = asyncio.Event(), asyncio.Event()
+
+    @idempotent_function(name="inner", key=lambda: inner_key)
+    async def inner():
+        await Effect.objects.acreate(label=inner_key)
+        inside.set()
+        await go_on.wait()
+        if inner_fails:
+            raise LookupError
+
+    @idempotent_function(name="outer", key=lambda wait: outer_key, fingerprint=lambda wait: "")
+    async def outer(*, wait):
+        await Effect.objects.acreate(label=outer_key)
+        tasks.append(asyncio.create_task(inner()))
+        await (tasks[0] if wait else inside.wait())
+
+    async def run():
+        with pytest.raises(ConfigurationError, match="Await the task"):
+            await outer(wait=False)
+        go_on.set()
+        with pytest.raises(LookupError if inner_fails else ConfigurationError):
+            await tasks.pop()
+
+    async_to_sync(run)()
+    assert (effects(outer_key), effects(inner_key)) == (0, 0)
+    inner_fails = False
+    async_to_sync(outer)(wait=True)
+    assert (effects(outer_key), effects(inner_key)) == (1, 1)
 
 
 def test_safe_methods_ignore_the_key_and_do_no_query(django_assert_num_queries):
