@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -11,11 +12,13 @@ from django.core.management import CommandError, call_command
 from django.db import ProgrammingError
 
 from idempotency import engine, outbox
+from idempotency.conf import conf
 from idempotency.exceptions import ConfigurationError
 from idempotency.models import MessageStatus, Operation, OutboxMessage
 from idempotency.outbox import handlers
 from idempotency.outbox.claims import Claims
 from tests.app.models import Effect
+from tests.callers import age
 from tests.outboxes import make_due, row, send, statuses
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -151,6 +154,41 @@ def test_a_redriven_message_runs_only_the_handlers_that_had_failed_even_with_a_m
         ("broken", 2),
     ]
     assert row(message).status == MessageStatus.SENT
+
+
+def test_a_handler_that_has_run_is_known_by_its_tombstone(settings: Any) -> None:
+    settings.IDEMPOTENCY |= {"TOMBSTONE": 3600}
+    effect("mail", "t")
+    message = send("t", 1)
+    outbox.relay()
+    age(str(message.message_id), tombstone=False)
+    OutboxMessage.objects.update(status=MessageStatus.PENDING)
+    make_due()
+    assert outbox.relay() == outbox.Summary(sent=1)
+    assert labels() == ["mail"]
+
+
+def test_what_the_project_wants_of_requests_is_not_what_handlers_do(
+    settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One transaction, and no waiting for another relay; remembered as long as dead letters are re-driven."""
+    settings.IDEMPOTENCY |= {"STEPWISE": True, "WAIT": 20, "RETENTION": 60}
+    intents: list[engine.Intent] = []
+    run = engine.run
+
+    def spy(intent: engine.Intent, handler: Any) -> Any:
+        intents.append(intent)
+        return run(intent, handler)
+
+    monkeypatch.setattr(engine, "run", spy)
+    effect("default", "t")
+    effect("longer", "t", retention=timedelta(days=90))
+    send("t", 1)
+    outbox.relay()
+    assert [(i.policy.stepwise, i.policy.wait) for i in intents] == [(False, timedelta(0))] * 2
+    default, longer = (intent.policy.retention for intent in intents)
+    assert default.total_seconds() == conf.OUTBOX_HANDLER_RETENTION
+    assert longer == timedelta(days=90)
 
 
 def test_a_topic_without_a_handler_fails_alone_until_one_is_deployed() -> None:

@@ -77,6 +77,22 @@ def test_a_repeated_message_is_the_same_task_again_and_runs_once(app: Celery) ->
     assert Effect.objects.filter(label="paid", amount=5).count() == 1
 
 
+def test_options_go_on_to_celery_which_does_not_retry_by_itself(
+    app: Celery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The relay has a back-off, and other messages to send meanwhile."""
+    sent: list[dict[str, Any]] = []
+    monkeypatch.setattr(app, "send_task", lambda task, **options: sent.append(options))
+    send("t", 1)
+    outbox.relay(publisher=CeleryPublisher({"t": "shop.t"}, app=app, queue="q"))
+    send("t", 1)
+    outbox.relay(publisher=CeleryPublisher({"t": "shop.t"}, app=app, retry=True))
+    assert [(options["retry"], options.get("queue")) for options in sent] == [
+        (False, "q"),
+        (True, None),
+    ]
+
+
 def test_the_task_names_the_operation_that_caused_the_message(app: Celery) -> None:
     from idempotency import engine
     from idempotency.models import Operation, Outcome, Status

@@ -45,6 +45,7 @@ class Receiver(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.requests: list[tuple[dict[str, str], bytes]] = []
+        self.paths: list[str] = []
         self.answer: Callable[[Handler], Any] = status(204)
         self.url = f"http://127.0.0.1:{self.server_port}/hook?tenant=1"
 
@@ -59,6 +60,7 @@ class Handler(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers["Content-Length"]))
         headers = {name.lower(): value for name, value in self.headers.items()}
         self.server.requests.append((headers, body))
+        self.server.paths.append(self.path)
         self.server.answer(self)
 
     def log_message(self, *args: Any) -> None:
@@ -98,6 +100,7 @@ def test_a_receiver_can_verify_the_request_with_the_reference_library(receiver: 
     message = send("order.created", {"order_id": 1, "name": "Grüße"})
     assert outbox.relay(publisher=publisher(receiver)) == outbox.Summary(sent=1)
     [(headers, body)] = receiver.requests
+    assert receiver.paths == ["/hook?tenant=1"]
     verified = Webhook(SECRET).verify(body, headers)
     assert verified["type"] == "order.created"
     assert verified["data"] == {"order_id": 1, "name": "Grüße"}
@@ -205,6 +208,7 @@ def test_retry_after_is_seconds_or_a_date_and_nonsense_is_nothing() -> None:
     assert retry_after(format_datetime(now - timedelta(minutes=5), usegmt=True), now) == 0
     assert retry_after("Thu, 01 Jan 2026 00:05:00 -0000", now) == 300  # without a zone: UTC
     assert retry_after("99999999999", now) == 24 * 3600
+    assert retry_after("Sun, 01 Jan 2040 00:00:00 GMT", now) == 24 * 3600
     far_away = f"Thu, 01 Jan 2026 00:05:00 +{'9' * 20}"
     for nonsense in (None, "", "soon", "-1", "1.5", "²", "Thu, 99 Foo 2026", far_away):
         assert retry_after(nonsense, now) == 0
