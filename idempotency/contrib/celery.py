@@ -9,7 +9,7 @@ from functools import wraps
 from inspect import iscoroutinefunction
 from typing import Any, NoReturn, TypeVar, cast
 
-from celery import current_task
+from celery import Task, current_task
 from celery.exceptions import Ignore, Reject, SoftTimeLimitExceeded, TaskPredicate
 from celery.signals import before_task_publish, task_postrun, task_prerun
 from django.utils import timezone
@@ -80,7 +80,7 @@ def idempotent_task(
             intent = calls.intent(
                 args,
                 kwargs,
-                skip=1 if args and task is not None and args[0] is task else 0,
+                skip=1 if args and isinstance(args[0], Task) else 0,
                 default_key=None if task is None else _key_of(task),
             )
             try:

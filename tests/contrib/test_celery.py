@@ -312,6 +312,7 @@ def test_bound_tasks_and_task_classes_keep_self_out_of_the_intent(broker: Queue)
         task.delay(order_id=1)
     ended = broker.work()
     assert [each.state for each in ended] == ["SUCCESS"] * 4
+    bound.run(1)  # without a worker around it
     assert (effects("bound"), effects("ship")) == (1, 1)
 
 
