@@ -47,8 +47,9 @@ def complete_abandoned(using: str | None = None, *, limit: int = 100) -> Report:
     """
     using = using or conf.USING
     counts = dict.fromkeys(("asked", "settled", "rerun", "waiting", "handed_over"), 0)
-    for operation in due(using, Q(status=Status.PROCESSING, stepwise=True), limit):
-        if not postpone(operation, backoff(operation.checks)) or _is_leased(operation):
+    is_free = Q(lease_expires_at=None) | Q(lease_expires_at__lte=db.now(using))
+    for operation in due(using, is_free & Q(status=Status.PROCESSING, stepwise=True), limit):
+        if not postpone(operation, backoff(operation.checks)):
             continue
         counts["asked"] += 1
         counts[_complete(operation)] += 1
@@ -89,15 +90,6 @@ def submit(function: Callable[P, Any], *args: P.args, **kwargs: P.kwargs) -> uui
             values = (Status.PROCESSING, fresh.attempt, fresh.owner, "submitted", 0)
             db.execute(using, "fail", values, fresh.pk)
     return fresh.pk
-
-
-def _is_leased(operation: Operation) -> bool:
-    using = operation.using
-    return (
-        Operation.objects.using(using)
-        .filter(pk=operation.pk, lease_expires_at__gt=db.now(using))
-        .exists()
-    )
 
 
 def _complete(operation: Operation) -> str:

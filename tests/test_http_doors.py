@@ -133,7 +133,7 @@ def test_a_custom_scope_is_the_same_on_write_and_read():
     client, key = login(), new_key()
     send(client, "/by_tenant/", key, headers={"X-Tenant": "a"})
 
-    stored = Operation.objects.by_key(key).get()
+    stored = Operation.objects.get(key=key)
 
     assert stored.scope.startswith("tenant:a|user:")
     assert is_replay(send(client, "/by_tenant/", key, headers={"X-Tenant": "a"}))

@@ -132,7 +132,7 @@ class OperationAdmin(BaseAdmin):
     ) -> tuple[QuerySet[Operation], bool]:
         if not search_term.strip():
             return queryset, False
-        return search.find(queryset, search_term), False  # type: ignore[arg-type]
+        return search.find(queryset, search_term), False
 
     @admin.display(description=_("key"))
     def short_key(self, operation: Operation) -> str:

@@ -5,17 +5,19 @@ from __future__ import annotations
 import re
 import uuid
 
+from django.db.models import QuerySet
+
 from .. import keys
 from ..conf import conf
 from ..exceptions import InvalidKey
-from ..models import Operation, OperationQuerySet, Reference
+from ..models import Operation, Reference
 
 _UUID = re.compile(r"[0-9a-f]{8}-?(?:[0-9a-f]{4}-?){3}[0-9a-f]{12}", re.IGNORECASE)
 #: The most operations that one reference may lead to.
 MOST = 1000
 
 
-def find(operations: OperationQuerySet, pasted: str) -> OperationQuerySet:
+def find(operations: QuerySet[Operation], pasted: str) -> QuerySet[Operation]:
     """The operations that `pasted` names; none if nothing does.
 
     Tried in turn: a key (bare, quoted, or a whole header line), an operation's id (also inside a

@@ -16,7 +16,7 @@ from django.db.models import DateTimeField
 from django.db.models.expressions import RawSQL
 
 from ..models import Branch, Operation, StepStatus
-from .statements import PLAIN, READ, Statements
+from .statements import INSERTED, PLAIN, READ, Statements
 
 #: Seconds within which every claimant has taken its lock, unless it was stopped in between.
 STARTING = 2.0
@@ -126,20 +126,7 @@ def claim(
     sql = statements(connection)
     pk = values["id"]
     key = _pk(connection, pk)
-    params = [
-        key,
-        values["scope"],
-        values["key"],
-        values["name"],
-        values["status"],
-        values["fingerprint"],
-        values["attempt"],
-        values["owner"],
-        values["stepwise"],
-        values["arguments"],
-        lease,
-        due,
-    ]
+    params = [key, *(values[name] for name in INSERTED[1:]), lease, due]
     with connection.cursor() as cursor:
         if sql.vendor == "postgresql":
             # A claim that is evidence of an interrupted attempt must survive a crash by itself.

@@ -27,6 +27,9 @@ READ = (
     "last_error",
 )  # fmt: skip
 
+#: What a claim is written with, beside its times.
+INSERTED = ("id", *READ[:8], "arguments")
+
 #: What a step's row is written with, beside its times.
 STEP = (
     "operation_id",
@@ -91,23 +94,11 @@ class Statements:
         self.read_columns = f"{columns}, {expired}, {forgotten}, {event_count}"
         self.read = f"SELECT {self.read_columns} FROM {t} WHERE {q('id')} = %s"
 
-        inserted = (
-            "id",
-            "scope",
-            "key",
-            "name",
-            "status",
-            "fingerprint",
-            "attempt",
-            "owner",
-            "stepwise",
-            "arguments",
-        )
         into = (
-            f"INTO {t} ({', '.join(map(q, inserted))}, "
+            f"INTO {t} ({', '.join(map(q, INSERTED))}, "
             f"{q('lease_expires_at')}, {q('created_at')}, {q('due_at')})"
         )
-        values = f"{', '.join(['%s'] * len(inserted))}, {self.after}, {now}, {self.after}"
+        values = f"{', '.join(['%s'] * len(INSERTED))}, {self.after}, {now}, {self.after}"
         self.insert = f"{into} VALUES ({values})"
         if self.vendor == "postgresql":
             # Even DO NOTHING waits for a transaction that has updated the row: look first. It waits

@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, ClassVar, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from django.db import models
 from django.db.models import Q
@@ -73,15 +73,6 @@ class Outcome:
     body: bytes | None = b""
 
 
-class OperationQuerySet(models.QuerySet["Operation"]):
-    def by_key(self, key: str) -> OperationQuerySet:
-        """Operations of every scope with exactly this key, through the key's index."""
-        return self.filter(key=key)
-
-    def unfinished(self) -> OperationQuerySet:
-        return self.filter(status__in=(Status.PROCESSING, Status.RECONCILING))
-
-
 class Operation(models.Model):
     """One logical user intent, named by (scope, key); `id` is derived from both."""
 
@@ -115,8 +106,6 @@ class Operation(models.Model):
     interruptions = models.PositiveIntegerField(_("interruptions"), db_default=0)
     #: JSON arguments of a stepwise function or task, so that the completer can run it again.
     arguments = models.TextField(_("arguments"), null=True, blank=True)  # noqa: DJ001 (no default on MySQL)
-
-    objects: ClassVar[models.Manager[Operation]] = OperationQuerySet.as_manager()
 
     #: Set while this process executes the operation.
     execution: Any = None
