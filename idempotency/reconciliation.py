@@ -127,18 +127,20 @@ def reconcile_due(using: str | None = None, *, limit: int = 100) -> Report:
 
 
 def _reconcile(operation: Operation) -> str:
-    step = open_step(operation)
+    step, before = open_step(operation), (operation.status, operation.owner)
     try:
         answer = _ask(operation, step)
         if not isinstance(answer, StillUnknown):
             resolve(operation, answer, evidence="reconciler")
             return "settled" if operation.is_final else "rerun"
-    except IllegalTransition:
-        return "settled"  # by somebody else, while this was being asked
     except Exception as error:
+        db.drop_if_broken(operation.using)
+        now = db.read(operation.using, operation.pk)
+        if now is None or (now.status, now.owner) != before:
+            return "settled"  # by somebody else, while this was being asked
+        operation.status, operation.owner = before
         description = describe_error(error)
         logger.error("reconciling operation %s failed: %s", operation.pk, description)
-        db.drop_if_broken(operation.using)
         add_event(operation, EventKind.ATTEMPT_FAILED, description)
     if hand_over_if_older(operation, step):
         return "handed_over"

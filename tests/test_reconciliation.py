@@ -178,7 +178,10 @@ def test_nobody_asks_twice_at_the_same_time() -> None:
     assert find(key).checks == 1
 
 
-@pytest.mark.parametrize("answer", [ConnectionError("secret"), None, "confirmed"])
+@pytest.mark.parametrize(
+    "answer",
+    [ConnectionError("secret"), None, "confirmed", Outcome(status="processing"), Confirmed(object())],
+)
 def test_a_reconciler_that_fails_or_answers_nonsense_settles_nothing(
     answer: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
