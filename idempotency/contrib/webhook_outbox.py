@@ -46,8 +46,9 @@ class WebhookPublisher:
     same bytes on every attempt. 2xx is delivered; 410 Gone is a PermanentFailure; anything else is
     sent again after the back-off, or after the receiver's `Retry-After` if that is longer.
 
-    `timeout` bounds one attempt, in seconds; it must stay well below `OUTBOX_LEASE`. Addresses that
-    are not public are refused unless `allow_private`, plain http unless `allow_http`. No redirects.
+    `timeout` bounds one attempt, in seconds, but for the look-up of the name; it must stay well below
+    `OUTBOX_LEASE`. Addresses that are not public are refused unless `allow_private`, plain http unless
+    `allow_http`. No redirects.
     """
 
     def __init__(
