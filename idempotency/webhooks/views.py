@@ -82,7 +82,7 @@ class WebhookView(View):
         for name, arguments in (("verify", 2), ("delivery_id", 1)):
             function = vars(cls).get(name)
             # A plain function, as any other callable, is called without the view.
-            if inspect.isfunction(function) and _parameters(function) == arguments:
+            if inspect.isfunction(function) and _required(function) == arguments:
                 setattr(cls, name, staticmethod(function))
 
     @classmethod
@@ -295,5 +295,6 @@ def _answer(status: int, text: str, *, again: bool = False) -> HttpResponse:
     return response
 
 
-def _parameters(function: Any) -> int:
-    return len(inspect.signature(function).parameters)
+def _required(function: Any) -> int:
+    parameters = inspect.signature(function).parameters.values()
+    return sum(parameter.default is parameter.empty for parameter in parameters)
