@@ -133,7 +133,10 @@ class Execution:
             db.drop_if_broken(self.policy.using)
 
     def _relock(self) -> bool:
-        locked = db.lock(self.policy.using, self.operation.pk)
+        # Where silence means that the outcome is unknown, somebody who happens to hold the lock is
+        # waited for. Elsewhere it may be the next executor.
+        wait = self.policy.on_interrupted == "reconcile" and not self.joined
+        locked = db.lock(self.policy.using, self.operation.pk, wait=wait)
         return (
             locked is not None
             and locked.status == Status.PROCESSING

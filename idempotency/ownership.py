@@ -44,12 +44,20 @@ def execute(operation: Operation, intent: Intent, *, is_ours: bool) -> AnyExecut
             # A claimant's own short lease does not stop it.
             may_run = _is_unchanged(locked, operation) and (is_ours or not locked.leased)
             free = locked if may_run else None
+            pause = None
+            if free is not None and not (is_ours or joined) and _is_unsafe(free, intent.policy):
+                pause = next(pauses, None)  # its executor may be just about to say how it failed
+            if pause is not None:
+                free = None
             if free is not None and (is_ours or _take_over_plain(operation, free, intent)):
                 return Execution(operation, intent.policy, block, joined=joined)
         except BaseException as error:
             block.__exit__(type(error), error, error.__traceback__)
             raise
         block.__exit__(None, None, None)
+        if pause is not None:
+            time.sleep(pause)
+            continue
         if free is not None and free.owner != operation.owner:  # the takeover is on record now
             is_ours = True
             continue
@@ -67,7 +75,7 @@ def execute(operation: Operation, intent: Intent, *, is_ours: bool) -> AnyExecut
 
 def _take_over_plain(operation: Operation, locked: db.Locked, intent: Intent) -> bool:
     """Take an interrupted or failed operation over. False: what was written must commit first."""
-    if _is_unsafe(operation, locked, intent.policy):
+    if _is_unsafe(locked, intent.policy):
         _reconcile(operation, locked)
         return False
     _, lease = times(intent.policy)
@@ -103,7 +111,7 @@ def lease(
             in_progress(operation)
         if not _is_unchanged(locked, operation):
             return None
-        if _is_unsafe(operation, locked, policy):
+        if _is_unsafe(locked, policy):
             _reconcile(operation, locked)
             return None
         interruptions = locked.interruptions + (not locked.last_error)
@@ -130,7 +138,7 @@ def _is_unchanged(locked: db.Locked | None, operation: Operation) -> TypeGuard[d
     )
 
 
-def _is_unsafe(operation: Operation, locked: db.Locked, policy: Resolved) -> bool:
+def _is_unsafe(locked: db.Locked, policy: Resolved) -> bool:
     """Whether the executor vanished, and the policy says that only a reconciler knows what it did."""
     return policy.on_interrupted == "reconcile" and not locked.last_error
 

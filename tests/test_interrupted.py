@@ -1,13 +1,15 @@
 """`on_interrupted="reconcile"`: an executor that vanishes may have called out, whichever attempt it was."""
 
 import pytest
+from django.db import transaction
 
-from idempotency import engine
+from idempotency import db, engine, ownership
 from idempotency.exceptions import InProgress, OutcomeUnknown
 from idempotency.models import Status
 from idempotency.testing import age
 from tests import callers
 from tests.callers import intent, operation
+from tests.processes import Signal, running
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -39,6 +41,43 @@ def test_an_attempt_that_said_how_it_failed_is_followed_by_another_at_once():
     begin(key).fail(ValueError())
     begin(key).complete(callers.succeed(operation(key)))
     assert operation(key).status == Status.SUCCEEDED
+
+
+def test_an_attempt_is_given_a_moment_to_say_how_it_failed(monkeypatch):
+    """Between its rollback and its record the row looks as if its executor had vanished."""
+    key = callers.new_key()
+    failing = begin(key)
+    vanish(failing)
+    age(operation(key), 3)  # longer than the lease of a beginning
+    monkeypatch.setattr(ownership.time, "sleep", lambda seconds: failing.record(ValueError()))
+    begin(key).complete(callers.succeed(operation(key)))
+    assert operation(key).status == Status.SUCCEEDED
+
+
+@pytest.mark.vendor("postgresql", "mysql")
+def test_somebody_who_happens_to_hold_the_lock_does_not_silence_an_attempt(monkeypatch):
+    """A duplicate inside a caller's transaction keeps the lock that it has tried."""
+    key = callers.new_key()
+    failing = begin(key)
+    vanish(failing)
+    inside, go_on = Signal(), Signal()
+
+    def hold():
+        with transaction.atomic():
+            assert db.lock("default", failing.operation.pk)
+            inside.set()
+            go_on.wait()
+
+    def lock(*args, **kwargs):
+        go_on.set()
+        return real_lock(*args, **kwargs)
+
+    real_lock = db.lock
+    with running(hold, inside, go_on) as child:
+        monkeypatch.setattr(db, "lock", lock)
+        failing.record(ValueError())
+    child.result()
+    assert "ValueError" in operation(key).last_error
 
 
 def test_a_second_attempt_that_vanishes_is_not_run_again_although_the_first_failed_openly():
