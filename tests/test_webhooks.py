@@ -885,6 +885,22 @@ def test_a_chunked_body_is_read_and_limited_too() -> None:
     assert effects("seen") == 1
 
 
+def test_a_body_that_is_not_made_of_chunks_is_no_fault() -> None:
+    """A server may have exceptions of its own for that, which no middleware knows."""
+
+    class Malformed(BytesIO):
+        def read(self, size: int | None = -1) -> bytes:
+            raise Failed
+
+    environ = RequestFactory().post("/").environ | {
+        "CONTENT_LENGTH": "",
+        "wsgi.input": Malformed(),
+        "wsgi.input_terminated": True,
+    }
+    assert one_effect().as_view()(WSGIRequest(environ)).status_code == 400
+    assert nothing_is_kept()
+
+
 def test_a_small_upload_limit_of_the_project_is_no_fault(settings: Any) -> None:
     settings.DATA_UPLOAD_MAX_MEMORY_SIZE = 5
     assert deliver(one_effect()).status_code == 200

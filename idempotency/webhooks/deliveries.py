@@ -10,7 +10,7 @@ from typing import Any
 
 from django.core.exceptions import RequestDataTooBig
 from django.http import HttpRequest, QueryDict
-from django.http.request import RawPostDataException
+from django.http.request import RawPostDataException, UnreadablePostError
 
 from ..exceptions import ConfigurationError, Refusal
 from ..http.bodies import url_pairs
@@ -105,7 +105,10 @@ def read_body(request: HttpRequest, most: int) -> bytes:
             raise RequestDataTooBig
         if not length and http.META.get("wsgi.input_terminated"):
             http._stream = http.META["wsgi.input"]  # chunked: Django takes it for empty
-        body = http.read(most + 1)
+        try:
+            body = http.read(most + 1)
+        except Exception as error:  # of the server's own: what is no chunk is no OSError to some
+            raise UnreadablePostError(str(error)) from error
         if len(body) > most:
             raise RequestDataTooBig
         http._body = body  # whoever reads request.body later, a log for example, finds it
