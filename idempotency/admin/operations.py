@@ -6,7 +6,7 @@ import json
 import uuid
 from contextlib import suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from django.contrib import admin
 from django.contrib.admin.models import CHANGE, LogEntry
@@ -25,7 +25,7 @@ from .. import db, retention
 from ..conf import conf
 from ..models import Event, Operation, OutboxMessage, Reference, Status, Step
 from . import search, story
-from .pages import KeysetChangeList
+from .pages import KeysetChangeList, ReadOnlyAdmin
 
 #: Longest key shown in the list; longest body shown on its page, in characters.
 SHORT, LONG = 40, 100_000
@@ -57,28 +57,18 @@ class UnfinishedFilter(admin.SimpleListFilter):
         )
 
 
-if TYPE_CHECKING:
-    BaseAdmin = admin.ModelAdmin[Operation]  # not subscriptable at run time
-else:
-    BaseAdmin = admin.ModelAdmin
-
-
 @admin.register(Operation)
-class OperationAdmin(BaseAdmin):
+class OperationAdmin(ReadOnlyAdmin):
     """Read-only. A stored response is shown to holders of `idempotency.view_operation_body` only."""
 
     list_display = ("short_key", "state", "scope", "created")
     list_filter = ("status", UnfinishedFilter)
-    list_per_page = 50
     ordering = ("-created_at", "-pk")
-    sortable_by = ()
     search_fields = ("key",)  # shows the box; get_search_results says what it finds
     search_help_text = _(
         "Paste an idempotency key or its header line, an operation's id, or a reference such as an "
         "order number."
     )
-    show_full_result_count = False
-    show_facets = admin.ShowFacets.NEVER
     actions = None
     fieldsets = (
         (_("Identity and answer"), {"fields": ("key", "scope", "name", "id", "response")}),
@@ -99,20 +89,6 @@ class OperationAdmin(BaseAdmin):
             },
         ),
     )
-
-    class Media:
-        css = {"all": ("idempotency/admin.css",)}
-
-    # Who may do what: look.
-
-    def has_add_permission(self, request: HttpRequest) -> bool:
-        return False
-
-    def has_change_permission(self, request: HttpRequest, obj: Operation | None = None) -> bool:
-        return False
-
-    def has_delete_permission(self, request: HttpRequest, obj: Operation | None = None) -> bool:
-        return False
 
     def has_view_body_permission(self, request: HttpRequest) -> bool:
         return request.user.has_perm("idempotency.view_operation_body")

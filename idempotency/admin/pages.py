@@ -1,10 +1,12 @@
-"""A change list that never counts: pages by the last row seen instead of by number."""
+"""Read-only admin pages, and a change list that never counts: it pages by the last row seen."""
 
 from __future__ import annotations
 
 import uuid
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from django.contrib import admin
 from django.contrib.admin.views.main import ChangeList
 from django.core.paginator import Paginator
 from django.db.models import Model, Q, QuerySet
@@ -14,6 +16,33 @@ from django.http import HttpRequest
 AFTER, BEFORE = "after", "before"
 
 
+if TYPE_CHECKING:
+    BaseAdmin = admin.ModelAdmin[Any]  # not subscriptable at run time
+else:
+    BaseAdmin = admin.ModelAdmin
+
+
+class ReadOnlyAdmin(BaseAdmin):
+    """Who may do what: look."""
+
+    list_per_page = 50
+    sortable_by = ()
+    show_full_result_count = False
+    show_facets = admin.ShowFacets.NEVER
+
+    class Media:
+        css: ClassVar = {"all": ("idempotency/admin.css",)}
+
+    def has_add_permission(self, request: HttpRequest) -> bool:
+        return False
+
+    def has_change_permission(self, request: HttpRequest, obj: Any = None) -> bool:
+        return False
+
+    def has_delete_permission(self, request: HttpRequest, obj: Any = None) -> bool:
+        return False
+
+
 class KeysetChangeList(ChangeList):
     """Newest first by `created_at`; a page costs the same wherever it is. Needs unsortable columns.
 
@@ -21,6 +50,8 @@ class KeysetChangeList(ChangeList):
     that went through Python may have lost what SQLite stores.
     """
 
+    order: ClassVar[tuple[str, ...]] = ("-created_at", "-pk")
+    pk_type: ClassVar[Callable[[str], Any]] = uuid.UUID
     #: Query strings of the neighbouring pages; None where there is none.
     previous_page: str | None = None
     next_page: str | None = None
@@ -34,13 +65,13 @@ class KeysetChangeList(ChangeList):
 
     def get_results(self, request: HttpRequest) -> None:
         size = self.list_per_page
-        after, before = _id(self.params.pop(AFTER, "")), _id(self.params.pop(BEFORE, ""))
+        after, before = (self._pk(self.params.pop(name, "")) for name in (AFTER, BEFORE))
         if before is not None:
             rows = self._beyond(before, backwards=True)
         elif after is not None:
             rows = self._beyond(after)
         else:
-            rows = self.queryset.order_by("-created_at", "-pk")
+            rows = self.queryset.order_by(*self.order)
         found = list(rows[: size + 1])
         more, found = len(found) > size, found[:size]
         if before is not None:
@@ -54,11 +85,17 @@ class KeysetChangeList(ChangeList):
         self.result_list = found
         self.result_count = self.full_result_count = len(found)
         self.show_full_result_count = False
-        self.show_admin_actions = False
+        self.show_admin_actions = bool(found)
         self.can_show_all = self.multi_page = False
         self.paginator = Paginator(found, size)  # of a list: counts no table
 
-    def _beyond(self, pk: uuid.UUID, *, backwards: bool = False) -> QuerySet[Model]:
+    def _pk(self, value: str) -> Any:
+        try:
+            return type(self).pk_type(value)
+        except ValueError:
+            return None
+
+    def _beyond(self, pk: Any, *, backwards: bool = False) -> QuerySet[Model]:
         """The rows after this one in the list, nearest first; or those before it."""
         rows: QuerySet[Model]
         this = self.root_queryset.order_by().filter(pk=pk).values("created_at")
@@ -71,8 +108,16 @@ class KeysetChangeList(ChangeList):
         return rows
 
 
-def _id(value: str) -> uuid.UUID | None:
-    try:
-        return uuid.UUID(value)
-    except ValueError:
-        return None
+class IdChangeList(KeysetChangeList):
+    """Newest first by a primary key that counts."""
+
+    order = ("-pk",)
+    pk_type = int
+
+    def _beyond(self, pk: Any, *, backwards: bool = False) -> QuerySet[Model]:
+        rows: QuerySet[Model]
+        if backwards:
+            rows = self.queryset.filter(pk__gt=pk).order_by("pk")
+        else:
+            rows = self.queryset.filter(pk__lt=pk).order_by("-pk")
+        return rows

@@ -12,7 +12,7 @@ from ..conf import conf
 from ..exceptions import InvalidKey
 from ..models import Operation, Reference
 
-_UUID = re.compile(r"[0-9a-f]{8}-?(?:[0-9a-f]{4}-?){3}[0-9a-f]{12}", re.IGNORECASE)
+UUID = re.compile(r"[0-9a-f]{8}-?(?:[0-9a-f]{4}-?){3}[0-9a-f]{12}", re.IGNORECASE)
 #: The most operations that one reference may lead to.
 MOST = 1000
 
@@ -28,7 +28,7 @@ def find(operations: QuerySet[Operation], pasted: str) -> QuerySet[Operation]:
     key = _key(pasted)
     if key and Operation.objects.using(using).filter(key=key).exists():
         return operations.filter(key=key)
-    for found in _UUID.findall(pasted):
+    for found in UUID.findall(pasted):
         pk = uuid.UUID(found)
         if Operation.objects.using(using).filter(pk=pk).exists():
             return operations.filter(pk=pk)
