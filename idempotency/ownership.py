@@ -40,7 +40,10 @@ def execute(operation: Operation, intent: Intent, *, is_ours: bool) -> AnyExecut
         joined = db.in_transaction(using)
         block.__enter__()
         try:
-            locked = db.lock(using, operation.pk)
+            # What is ours already is not left to lie as if we had vanished. Nobody else can execute it,
+            # but a duplicate inside a caller's transaction keeps the lock that it has tried.
+            wait = is_ours and intent.policy.on_interrupted == "reconcile"
+            locked = db.lock(using, operation.pk, wait=wait)
             # A claimant's own short lease does not stop it.
             may_run = _is_unchanged(locked, operation) and (is_ours or not locked.leased)
             free = locked if may_run else None

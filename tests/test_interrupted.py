@@ -1,5 +1,7 @@
 """`on_interrupted="reconcile"`: an executor that vanishes may have called out, whichever attempt it was."""
 
+from contextlib import contextmanager
+
 import pytest
 from django.db import transaction
 
@@ -54,30 +56,58 @@ def test_an_attempt_is_given_a_moment_to_say_how_it_failed(monkeypatch):
     assert operation(key).status == Status.SUCCEEDED
 
 
-@pytest.mark.vendor("postgresql", "mysql")
-def test_somebody_who_happens_to_hold_the_lock_does_not_silence_an_attempt(monkeypatch):
+@contextmanager
+def locked_until_somebody_waits(monkeypatch, key):
     """A duplicate inside a caller's transaction keeps the lock that it has tried."""
-    key = callers.new_key()
-    failing = begin(key)
-    vanish(failing)
     inside, go_on = Signal(), Signal()
 
     def hold():
         with transaction.atomic():
-            assert db.lock("default", failing.operation.pk)
+            assert real_lock("default", operation(key).pk)
             inside.set()
             go_on.wait()
 
-    def lock(*args, **kwargs):
-        go_on.set()
-        return real_lock(*args, **kwargs)
+    def lock(*args, wait=False):
+        if wait:
+            go_on.set()
+        return real_lock(*args, wait=wait)
 
     real_lock = db.lock
-    with running(hold, inside, go_on) as child:
-        monkeypatch.setattr(db, "lock", lock)
-        failing.record(ValueError())
+    with running(hold, inside, go_on) as child, monkeypatch.context() as patch:
+        patch.setattr(db, "lock", lock)
+        yield
     child.result()
+
+
+@pytest.mark.vendor("postgresql", "mysql")
+def test_somebody_who_happens_to_hold_the_lock_does_not_silence_an_attempt(monkeypatch):
+    key = callers.new_key()
+    failing = begin(key)
+    vanish(failing)
+    with locked_until_somebody_waits(monkeypatch, key):
+        failing.record(ValueError())
     assert "ValueError" in operation(key).last_error
+
+
+@pytest.mark.vendor("postgresql", "mysql")
+def test_somebody_who_happens_to_hold_the_lock_does_not_keep_a_claim_from_running(monkeypatch):
+    """Else nobody would ever have run it, and it would lie there as if its executor had vanished."""
+    key = callers.new_key()
+
+    def claim(*args):
+        claimed = real_claim(*args)
+        if not stack:
+            stack.append(locked_until_somebody_waits(monkeypatch, key))
+            stack[0].__enter__()
+        return claimed
+
+    stack, real_claim = [], db.claim
+    monkeypatch.setattr(db, "claim", claim)
+    try:
+        begin(key).complete(callers.succeed(operation(key)))
+    finally:
+        stack[0].__exit__(None, None, None)
+    assert operation(key).status == Status.SUCCEEDED
 
 
 def test_a_second_attempt_that_vanishes_is_not_run_again_although_the_first_failed_openly():
