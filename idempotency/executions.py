@@ -43,6 +43,8 @@ class Execution:
         self.operation = operation
         self.policy = policy
         self._block: transaction.Atomic | None = block
+        #: Around `_block`, where that is a savepoint of our own.
+        self._outer: transaction.Atomic | None = None
         # Whoever finds the block open can see whose it is.
         vars(block)["operation_id"] = operation.pk
         #: Inside the caller's transaction: durable only when that commits.
@@ -51,6 +53,18 @@ class Execution:
         #: What the handler said with `operation.unknown()`; it cannot be swallowed.
         self.unknown: OutcomeUnknown | None = None
         operation.execution = self
+
+    def savepoint(self) -> None:
+        """Let a failure be recorded before the row's lock is let go.
+
+        Else whoever comes in between takes a failed attempt for one that vanished, where those count.
+        """
+        if self.joined:
+            return  # nobody else can lock the row before the caller's transaction ends
+        block = transaction.atomic(self.policy.using)
+        block.__enter__()
+        vars(block)["operation_id"] = self.operation.pk
+        self._outer, self._block = self._block, block
 
     def complete(self, outcome: Outcome) -> None:
         """Write the outcome into the transaction of the effects and commit both.
@@ -73,6 +87,8 @@ class Execution:
                     f"{self.operation.name}: the handler returned an answer although its transaction "
                     "cannot be committed (a database error was swallowed, or set_rollback(True) was called)."
                 )
+            if self._outer is not None:
+                self._leave(None)
             self._write(outcome)
         except BaseException as error:
             self.fail(error)
@@ -92,12 +108,30 @@ class Execution:
 
     def fail(self, error: BaseException) -> None:
         """Roll the effects back; the operation stays claimable and remembers the error."""
+        if self.undo(error):
+            self.record(error)
+            try:
+                self._leave(None)
+                return
+            except (DatabaseError, InterfaceError):
+                logger.debug("a failed attempt could not be committed", exc_info=True)
         self.abort(error)
         self.record(error)
 
+    def undo(self, error: BaseException) -> bool:
+        """Roll the effects back to the savepoint and keep the lock; `complete` or `fail` comes next.
+
+        False: there is no savepoint, or the transaction is lost.
+        """
+        if self._outer is None or not self._is_innermost():
+            return False
+        self._leave(error)
+        connection = connections[self.policy.using]
+        return not (connection.needs_rollback or connection.closed_in_transaction)
+
     def abort(self, error: BaseException) -> None:
         """Roll the effects back and write nothing."""
-        if self._block is not None:
+        while self._block is not None:
             try:
                 self._leave(error)
             except (DatabaseError, InterfaceError):
@@ -187,7 +221,7 @@ class Execution:
 
     def _leave(self, error: BaseException | None) -> None:
         is_innermost = self._is_innermost()
-        block, self._block = self._block, None
+        block, self._block, self._outer = self._block, self._outer, None
         assert block is not None, "an Execution ends once"
         if error is None:
             block.__exit__(None, None, None)

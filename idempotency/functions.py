@@ -164,6 +164,7 @@ def run(
         return cast("R", shown(begun))
     with engine.running(begun.operation):
         try:
+            _tell_from_vanished(begun, intent)
             value = call()
             outcome = succeeded(value)
         except BaseException as error:
@@ -181,6 +182,7 @@ async def arun(
         return await sync_to_async(shown)(begun)
     with engine.running(begun.operation):
         try:
+            await engine.in_thread(_tell_from_vanished, begun, intent)
             value = await call()
             outcome = succeeded(value)
         except BaseException as error:
@@ -210,6 +212,12 @@ def result_of(operation: Operation, outcome: Outcome) -> Any:
     return value
 
 
+def _tell_from_vanished(begun: engine.AnyExecution, intent: engine.Intent) -> None:
+    """Where executors that vanish are counted, one that fails must not pass for one of them."""
+    if intent.give_up is not None and isinstance(begun, engine.Execution):
+        begun.savepoint()
+
+
 def raise_failed(
     begun: engine.AnyExecution,
     error: BaseException,
@@ -220,11 +228,23 @@ def raise_failed(
     if not isinstance(error, failures) or isinstance(error, never) or _is_open(error):
         begun.fail(error)
         raise_translated(error, begun.operation)
-    begun.abort(error)
     kind = f"{type(error).__module__}.{type(error).__qualname__}"
-    body = encoding.dumps(str(error)).encode()
-    begun.store_failure(Outcome(status=Status.FAILED, headers={FAILURE: kind}, body=body))
-    raise StoredFailure(str(error), kind) from error
+    message = _message(error)
+    body = encoding.dumps(message).encode()
+    outcome = Outcome(status=Status.FAILED, headers={FAILURE: kind}, body=body)
+    if isinstance(begun, engine.Execution) and begun.undo(error):
+        begun.complete(outcome)
+    else:
+        begun.abort(error)
+        begun.store_failure(outcome)
+    raise StoredFailure(message, kind) from error
+
+
+def _message(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # in the middle of ending a transaction
+        return type(error).__qualname__
 
 
 def _is_open(error: BaseException) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -12,7 +13,7 @@ from unittest import mock
 import pytest
 from celery import chain, chord, group, shared_task
 from celery.exceptions import Ignore, SoftTimeLimitExceeded
-from django.db import OperationalError, connections, transaction
+from django.db import DatabaseError, OperationalError, connections, transaction
 from django.utils import timezone as django_timezone
 
 from idempotency import engine
@@ -25,6 +26,7 @@ from idempotency.exceptions import (
     StoredFailure,
     Unavailable,
 )
+from idempotency.executions import Execution
 from idempotency.models import Operation, Status
 from tests.app.models import Effect
 from tests.callers import RETRY_SECONDS, effects
@@ -519,6 +521,66 @@ def test_failures_that_are_reported_do_not_count_as_deaths(broker: Queue) -> Non
     for _ in range(4):
         pay.delay()
     assert [each.state for each in broker.work()] == ["FAILURE"] * 3 + ["SUCCESS"]
+
+
+@pytest.mark.vendor("postgresql", "mysql")
+@pytest.mark.parametrize("error", [ValueError, Sold])
+def test_a_copy_cannot_come_before_a_failure_is_recorded(
+    broker: Queue, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would take the failed attempt for a death; some copies of a failing task, and it is given up."""
+    calls: list[int] = []
+
+    @broker.task
+    @idempotent_task(failures=(Sold,))
+    def pay() -> None:
+        calls.append(effect("pay"))
+        raise error
+
+    pay.delay()
+    delivery = broker.sent()
+    relock = Execution._relock
+    copies: list[Any] = []
+
+    def copy_first(self: Execution) -> bool:
+        if not copies:
+            copies.append(None)
+            copies.extend(in_threads([lambda: broker.deliver(delivery)]))
+        return relock(self)
+
+    monkeypatch.setattr(Execution, "_relock", copy_first)
+    assert broker.deliver(delivery).state == "FAILURE"
+    assert {copy.state for copy in copies[1:]} <= {"IGNORED"}
+    assert (len(calls), effects("pay")) == (1, 0)
+    assert (only().interruptions, only().last_error != "") == (0, error is ValueError)
+
+
+@pytest.mark.parametrize("how", ["swallowed", "marked", "closed"])
+def test_a_task_whose_transaction_is_lost_has_no_effect(broker: Queue, how: str) -> None:
+    lose = [True]
+
+    @broker.task
+    @idempotent_task()
+    def pay() -> int:
+        pk = effect("pay")
+        if lose.pop():
+            if how == "swallowed":
+                with suppress(DatabaseError):
+                    Effect.objects.create(pk=pk, label="the same key")
+            elif how == "marked":
+                transaction.set_rollback(True)
+            else:
+                connections["default"].close()
+        return pk
+
+    pay.delay()
+    delivery = broker.sent()
+    assert broker.deliver(delivery).state != "SUCCESS"
+    assert (effects("pay"), only().status) == (0, Status.PROCESSING)
+    lose.append(False)
+    broker.waiting()
+    assert broker.deliver(delivery).state == "SUCCESS"
+    assert effects("pay") == 1
 
 
 def test_an_interrupted_task_that_must_not_rerun_waits_for_a_decision(broker: Queue) -> None:
