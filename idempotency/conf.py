@@ -40,8 +40,7 @@ DEFAULTS: dict[str, Any] = {
     "RETRY_AFTER": 1,  # seconds, the hint of in-progress and unavailable
     "REFUSE_OLD_KEYS": True,  # UUIDv7 keys made before anything could still be remembered
     "EVENTS_PER_OPERATION": 50,
-    "RECONCILE_MAX_AGE": 24
-    * 3600,  # seconds after which an unknown outcome is a person's to decide
+    "RECONCILE_MAX_AGE": 86400,  # seconds after which an unknown outcome is a person's to decide
     # The outbox. Durations are seconds or `timedelta`.
     "OUTBOX_PUBLISHER": "idempotency.outbox.handlers.dispatch",
     "OUTBOX_BATCH_SIZE": 100,

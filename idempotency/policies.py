@@ -109,6 +109,10 @@ class Policy:
         if self.max_response_bytes is not None and self.max_response_bytes < 0:
             raise ConfigurationError("Policy.max_response_bytes cannot be negative")
 
+    def __hash__(self) -> int:
+        # Equal policies have these equal; a codec or a callable need not be hashable.
+        return hash((self.name, self.methods, self.retention, self.using))
+
     def resolved(self) -> Resolved:
         """This policy with the project's defaults filled in."""
         return _resolve(self)

@@ -1,6 +1,7 @@
 """Every way to write `@idempotent` protects the view, or is refused with advice."""
 
 import inspect
+from dataclasses import dataclass
 from functools import partial, wraps
 
 import pytest
@@ -334,6 +335,21 @@ def test_a_call_without_a_request_is_an_error():
         bare()
     with pytest.raises(TypeError, match="got no request"):
         bare("an argument", "another one")
+
+
+def test_what_a_policy_is_given_need_not_be_hashable():
+    @dataclass
+    class Codec:
+        key: bytes = b"key"
+
+        def encode(self, data):
+            return data
+
+        decode = encode
+
+    policy = Policy(codec=Codec())
+    assert policy.resolved() is Policy(codec=Codec()).resolved()
+    assert policy.resolved() is not Policy(codec=Codec(b"other")).resolved()
 
 
 def test_an_unknown_option_is_an_error_at_import():
