@@ -48,8 +48,8 @@ def execute(operation: Operation, intent: Intent, *, is_ours: bool) -> AnyExecut
             may_run = _is_unchanged(locked, operation) and (is_ours or not locked.leased)
             free = locked if may_run else None
             pause = None
-            if free is not None and not (is_ours or joined) and _is_unsafe(free, intent.policy):
-                pause = next(pauses, None)  # its executor may be just about to say how it failed
+            if free is not None and not (is_ours or joined) and _is_telling(free, intent):
+                pause = next(pauses, None)  # it may be just about to start, or to say how it failed
             if pause is not None:
                 free = None
             if free is not None and (is_ours or _take_over_plain(operation, free, intent)):
@@ -144,6 +144,12 @@ def _is_unchanged(locked: db.Locked | None, operation: Operation) -> TypeGuard[d
 def _is_unsafe(locked: db.Locked, policy: Resolved) -> bool:
     """Whether the executor vanished, and the policy says that only a reconciler knows what it did."""
     return policy.on_interrupted == "reconcile" and not locked.last_error
+
+
+def _is_telling(locked: db.Locked, intent: Intent) -> bool:
+    """Whether it matters that nobody recorded how the attempt before ended."""
+    counted = intent.give_up is not None and not locked.last_error
+    return counted or _is_unsafe(locked, intent.policy)
 
 
 def _reconcile(operation: Operation, locked: db.Locked) -> None:

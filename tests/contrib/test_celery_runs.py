@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -16,7 +17,7 @@ from celery.exceptions import Ignore, SoftTimeLimitExceeded
 from django.db import DatabaseError, OperationalError, connections, transaction
 from django.utils import timezone as django_timezone
 
-from idempotency import engine
+from idempotency import engine, ownership
 from idempotency.admin import story
 from idempotency.contrib.celery import KEY_HEADER, idempotent_task
 from idempotency.exceptions import (
@@ -27,9 +28,9 @@ from idempotency.exceptions import (
     Unavailable,
 )
 from idempotency.executions import Execution
-from idempotency.models import Operation, Status
+from idempotency.models import Operation, Outcome, Status
 from tests.app.models import Effect
-from tests.callers import RETRY_SECONDS, effects
+from tests.callers import RETRY_SECONDS, effects, intent
 from tests.processes import Child, Died, eventually, in_threads
 from tests.queues import Queue, effect
 
@@ -553,6 +554,20 @@ def test_a_copy_cannot_come_before_a_failure_is_recorded(
     assert {copy.state for copy in copies[1:]} <= {"IGNORED"}
     assert (len(calls), effects("pay")) == (1, 0)
     assert (only().interruptions, only().last_error != "") == (0, error is ValueError)
+
+
+def test_an_attempt_that_is_about_to_start_is_no_death(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between its claim and its lock the row looks as if its executor had vanished."""
+    dead = Outcome(status=Status.FAILED, body=b"null")
+    counted = replace(intent("k"), give_up=(5, dead))
+    first = engine.begin(counted)
+    assert isinstance(first, Execution)
+    first.abort(SystemExit())
+    monkeypatch.setattr(ownership.time, "sleep", lambda seconds: first.record(ValueError()))
+    second = engine.begin(counted)
+    assert isinstance(second, Execution)
+    second.complete(Outcome(status=Status.SUCCEEDED, body=b"null"))
+    assert only().interruptions == 0
 
 
 @pytest.mark.parametrize("how", ["swallowed", "marked", "closed"])
