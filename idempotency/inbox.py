@@ -29,7 +29,7 @@ from .policies import Policy
 
 logger = logging.getLogger("idempotency")
 
-#: Longer than every sender's retry schedule we know (Standard Webhooks: 75 h 35 m 5 s).
+#: Longer than most senders' retry schedules (Standard Webhooks: 75 h 35 m 5 s; but Adyen: 30 days).
 RETENTION = timedelta(days=7)
 
 

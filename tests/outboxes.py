@@ -57,7 +57,9 @@ def row(message: OutboxMessage) -> OutboxMessage:
 
 def make_due() -> int:
     """Let every back-off and every lease be over."""
-    return OutboxMessage.objects.filter(status=MessageStatus.PENDING).update(available_at=PAST)
+    rows = OutboxMessage.objects.filter(status=MessageStatus.PENDING)
+    rows.filter(lease_expires_at__isnull=False).update(lease_expires_at=PAST)
+    return rows.update(available_at=PAST)
 
 
 def statuses() -> dict[str, str]:

@@ -16,9 +16,11 @@ from django.utils import timezone
 from idempotency import engine, outbox
 from idempotency.exceptions import ConfigurationError
 from idempotency.models import MessageStatus, Operation, OutboxMessage, Outcome, Status
+from idempotency.outbox.claims import claim
 from idempotency.outbox.relays import backoff
+from idempotency.outbox.statements import statements
 from tests.callers import intent, new_key
-from tests.outboxes import Recorder, make_due, relayed, row, send, statuses
+from tests.outboxes import PAST, Recorder, make_due, relayed, row, send, statuses
 
 pytestmark = pytest.mark.django_db
 
@@ -394,6 +396,62 @@ def test_a_dead_head_blocks_its_key_or_is_skipped_as_the_setting_says(
     outbox.redrive(OutboxMessage.objects.filter(status=MessageStatus.DEAD))
     relayed(recorder)
     assert set(statuses().values()) == {MessageStatus.SENT}
+
+
+def test_a_long_queue_behind_a_dead_head_does_not_hold_up_the_others(recorder: Recorder) -> None:
+    """The oldest due messages are more than a batch, and none of them can be taken."""
+    recorder.faults["dead"] = outbox.PermanentFailure("no")
+    send("dead", ordering_key="a")
+    for number in range(25):
+        send("behind", number, ordering_key="a")
+    relayed(recorder, batch_size=10)
+    assert recorder.topics == ["dead"]
+    for number in range(12):
+        send("other", number, ordering_key=f"b{number % 2}")
+    send("free")
+    relayed(recorder, batch_size=10)
+    others = [m for m in recorder.messages if m.topic == "other"]
+    assert {"other", "free"} == set(recorder.topics[1:])
+    assert [m.payload for m in others if m.ordering_key == "b0"] == [0, 2, 4, 6, 8, 10]
+    assert [m.payload for m in others if m.ordering_key == "b1"] == [1, 3, 5, 7, 9, 11]
+    recorder.faults.clear()
+    outbox.redrive(OutboxMessage.objects.filter(status=MessageStatus.DEAD))
+    relayed(recorder, batch_size=10)
+    assert [m.payload for m in recorder.messages if m.topic == "behind"] == list(range(25))
+
+
+def test_what_a_relay_left_behind_waits_for_a_redriven_head(recorder: Recorder) -> None:
+    head, follower = send("head", ordering_key="a"), send("follower", ordering_key="a")
+    vanished = claim("default", 10, 60)
+    assert vanished is not None
+    assert vanished.dead(head.pk, "") == 1
+    send("last", ordering_key="a")
+    outbox.redrive(OutboxMessage.objects.filter(pk=head.pk))
+    make_due()
+    assert row(follower).owner == vanished.owner
+    relayed(recorder)
+    assert recorder.topics == ["head", "follower", "last"]
+
+
+def test_the_order_is_that_of_writing_not_of_what_became_due_first(recorder: Recorder) -> None:
+    first, second = send("first", ordering_key="a"), send("second", ordering_key="a")
+    for message, hours in ((first, 2), (second, 1)):
+        rows = OutboxMessage.objects.filter(pk=message.pk)
+        rows.update(available_at=PAST + timedelta(hours=hours))
+    relayed(recorder)
+    assert recorder.topics == ["first", "second"]
+
+
+def test_a_head_is_found_through_the_partial_index() -> None:
+    """The query has to say the index's condition in the words the database knows it by."""
+    connection = connections["default"]
+    sql = statements("default")
+    explain = "EXPLAIN QUERY PLAN" if connection.vendor == "sqlite" else "EXPLAIN"
+    with connection.cursor() as cursor:
+        if connection.vendor == "postgresql":
+            cursor.execute("SET LOCAL enable_seqscan = off")
+        cursor.execute(f"{explain} {sql.heads}", [10])
+        assert "idempotency_msg_order" in str(cursor.fetchall())
 
 
 def test_an_unknown_rule_for_dead_heads_is_an_error(settings: Any, recorder: Recorder) -> None:

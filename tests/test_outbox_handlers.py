@@ -13,7 +13,7 @@ from django.db import ProgrammingError
 
 from idempotency import engine, outbox
 from idempotency.conf import conf
-from idempotency.exceptions import ConfigurationError
+from idempotency.exceptions import ConfigurationError, KeyExpired, ResponseNotRetained
 from idempotency.models import MessageStatus, Operation, OutboxMessage
 from idempotency.outbox import handlers
 from idempotency.outbox.claims import Claims
@@ -166,6 +166,26 @@ def test_a_handler_that_has_run_is_known_by_its_tombstone(settings: Any) -> None
     make_due()
     assert outbox.relay() == outbox.Summary(sent=1)
     assert labels() == ["mail"]
+
+
+@pytest.mark.parametrize("refusal", [KeyExpired, ResponseNotRetained])
+def test_what_another_operation_no_longer_knows_is_a_failure_of_the_handler(refusal: Any) -> None:
+    """Not a sign that the handler has run: its effects are rolled back."""
+    effect("mail", "t", fault=Fault(refusal()))
+    send("t", 1)
+    assert outbox.relay() == outbox.Summary(retried=1)
+    make_due()
+    assert outbox.relay() == outbox.Summary(sent=1)
+    assert labels() == ["mail"]
+
+
+def test_what_is_async_would_never_run_and_is_refused() -> None:
+    async def take(message: outbox.Message) -> None: ...
+
+    with pytest.raises(ConfigurationError, match="is async"):
+        outbox.handler("t")(take)
+    with pytest.raises(ConfigurationError, match="is async"):
+        outbox.relay(publisher=take)
 
 
 def test_what_the_project_wants_of_requests_is_not_what_handlers_do(

@@ -10,6 +10,7 @@ from django.utils import timezone
 
 from idempotency import outbox
 from idempotency.models import MessageStatus, OutboxMessage
+from idempotency.outbox.claims import claim
 from tests.outboxes import PAST, Recorder, relayed, row, send, statuses
 
 pytestmark = pytest.mark.django_db
@@ -68,6 +69,8 @@ def test_the_backlog_counts_what_waits(recorder: Recorder) -> None:
     send(not_before=timedelta(hours=1))
     assert outbox.backlog() == outbox.Backlog(pending=2, due=1, dead=0, oldest_due=PAST)
     assert row(first).available_at == PAST
+    assert claim("default", 10, 60) is not None
+    assert outbox.backlog() == outbox.Backlog(pending=2, due=0, dead=0, oldest_due=None)
 
 
 def test_the_purge_removes_old_sent_messages_and_nothing_that_was_not_delivered(

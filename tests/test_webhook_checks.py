@@ -108,6 +108,7 @@ def test_hooks_may_say_where_the_id_is(check: Callable[..., list[str]]) -> None:
         (Policy(retention=24 * 3600), 75 * 3600, ["W093"]),
         (Policy(retention=76 * 3600), 75 * 3600, []),
         (Policy(retention=60), None, []),
+        (Policy(retention=60, tombstone=76 * 3600), 75 * 3600, []),
         (Policy(exclude_fields=["x"]), 75 * 3600, []),
         (Policy(), 8 * 86400, ["W093"]),
     ],

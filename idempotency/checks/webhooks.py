@@ -51,7 +51,8 @@ def _judge(endpoint: Endpoint, view: WebhookView) -> Iterator[CheckMessage]:
             "callable(delivery), and `event_type` to one of the first three.",
             id="idempotency.E092",
         )
-    retention = view.get_policy().resolved().retention.total_seconds()
+    policy = view.get_policy().resolved()
+    retention = (policy.retention + policy.tombstone).total_seconds()  # each recognises a duplicate
     if view.retry_horizon is not None and retention < view.retry_horizon:
         yield checks.Warning(
             f"{where} remembers deliveries for {retention / 3600:.1f} h, and its sender repeats them "

@@ -6,6 +6,7 @@ from django.db import models
 from django.db.models import Q
 from django.utils.translation import gettext_lazy as _
 
+from .indexes import PartialIndex
 from .operations import Operation
 
 
@@ -28,14 +29,17 @@ class OutboxMessage(models.Model):
         null=True,
         blank=True,
         related_name="messages",
+        db_index=False,
     )
     topic = models.CharField(_("topic"), max_length=200)
     payload = models.TextField(_("payload"))
     #: Messages with the same non-empty ordering key are published one after the other.
     ordering_key = models.CharField(_("ordering key"), max_length=255, db_default="")
     status = models.CharField(_("status"), max_length=16, choices=MessageStatus)
-    #: When the relay may take the message; a claim moves it to the end of the claim's lease.
+    #: When the relay may take the message.
     available_at = models.DateTimeField(_("available"))
+    #: Until when it belongs to the relay that claimed it. In no index: a claim need not write to any.
+    lease_expires_at = models.DateTimeField(_("lease ends"), null=True, blank=True)
     #: Publishing attempts, counted before each try.
     attempts = models.PositiveIntegerField(_("attempts"), db_default=0)
     #: Token of the relay that claimed the message last: its fence.
@@ -50,7 +54,15 @@ class OutboxMessage(models.Model):
         ordering = ("-id",)
         indexes = (
             models.Index(fields=["status", "available_at"], name="idempotency_msg_due"),
-            models.Index(fields=["ordering_key", "status", "id"], name="idempotency_msg_order"),
+            # Every claim and every mark writes to each index of the row: most rows are not in these.
+            PartialIndex(
+                fields=["ordering_key", "status", "id"],
+                name="idempotency_msg_order",
+                where=~Q(ordering_key="") & ~Q(status=MessageStatus.SENT),
+            ),
+            PartialIndex(
+                fields=["operation"], name="idempotency_msg_op", where=Q(operation__isnull=False)
+            ),
         )
         constraints = (
             models.CheckConstraint(

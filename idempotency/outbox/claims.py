@@ -1,7 +1,7 @@
 """Which messages a relay may take, and what it writes about them afterwards.
 
-A claim moves `available_at` to the end of its lease, so that the very predicate it selected by is
-false for everybody else, and leaves a token in `owner`. Whatever is written later is conditional on
+A claim begins a lease, so that the very predicate it selected by is false for everybody else, and
+leaves a token in `owner`. Whatever is written later is conditional on
 that token: a relay that slept too long changes nothing.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 from django.db import InterfaceError, OperationalError, connections, transaction
@@ -53,11 +54,14 @@ class Claim:
     def retry(self, pk: int, after: float, error: str) -> int:
         """Let the message be taken again `after` seconds from now."""
         available = db.now(self.using, after=after)
-        return self._mine([pk]).update(owner="", available_at=available, last_error=error)
+        return self._mine([pk]).update(
+            owner="", lease_expires_at=None, available_at=available, last_error=error
+        )
 
     def dead(self, pk: int, error: str, *, tried: bool = True) -> int:
         return self._mine([pk]).update(
             owner="",
+            lease_expires_at=None,
             attempts=F("attempts") - (0 if tried else 1),
             status=MessageStatus.DEAD,
             available_at=db.now(self.using),
@@ -66,8 +70,7 @@ class Claim:
 
     def give_back(self, pks: Collection[int]) -> int:
         """These were not tried: the attempt does not count."""
-        now = db.now(self.using)
-        return self._mine(pks).update(owner="", available_at=now, attempts=F("attempts") - 1)
+        return self._mine(pks).update(owner="", lease_expires_at=None, attempts=F("attempts") - 1)
 
 
 class Claims:
@@ -78,9 +81,10 @@ class Claims:
         self.size = size
         self.lease = lease
         self._begun = False
-        #: Whether there was more than the last claim took, and whether it was of few ordering keys.
+        #: Whether there may be more than the last claim took.
         self._more = False
-        self._crowded = True
+        #: The oldest due messages wait for others: look behind them.
+        self._blocked = False
 
     def take(self, finish: Callable[[], Any] | None = None) -> Claim | None:
         """Take up to `size` due messages for `lease` seconds, counting an attempt for each.
@@ -104,7 +108,9 @@ class Claims:
                 with transaction.atomic(self.using, durable=True):
                     if finish is not None:
                         finish()
-                    return self._claimed()
+                    claimed = self._claimed()
+                if claimed is not None or not self._blocked:
+                    return claimed
             except _Interfered:
                 continue
             except (OperationalError, InterfaceError) as error:
@@ -121,9 +127,7 @@ class Claims:
     def _claimed(self) -> Claim | None:
         started, owner = time.monotonic(), new_owner()
         sql = statements(self.using)
-        chosen = _choose(sql, self.size, crowded=self._crowded)
-        self._more = len(chosen) == self.size
-        self._crowded = any(row[KEY] for row in chosen) or not chosen
+        chosen = self._choose(sql)
         if not chosen:
             return None
         claimed = sql.write(sql.claim, [owner, self.lease], [row[PK] for row in chosen])
@@ -131,6 +135,20 @@ class Claims:
             raise _Interfered
         messages = tuple(_message(self.using, row) for row in chosen)
         return Claim(self.using, owner, messages, started)
+
+    def _choose(self, sql: Statements) -> list[Row]:
+        """The rows to claim, in the order to publish them."""
+        if sql.first:
+            sql.write(sql.first, [])
+        if self._blocked:
+            chosen = _heads(sql, self.size)
+            self._more = self._blocked = len(chosen) == self.size
+            return chosen
+        oldest = sql.rows(sql.oldest, [self.size])
+        chosen = _in_turn(sql, oldest)
+        self._more = len(oldest) == self.size
+        self._blocked = self._more and len(chosen) < self.size / 2
+        return _alone(chosen) or chosen
 
 
 def reset(using: str) -> None:
@@ -163,21 +181,40 @@ def _message(using: str, row: Row) -> Message:
     )
 
 
-def _choose(sql: Statements, size: int, *, crowded: bool) -> list[Row]:
-    """The rows to claim, in the order to publish them."""
-    if sql.first:
-        sql.write(sql.first, [])
+def _in_turn(sql: Statements, locked: list[Row]) -> list[Row]:
+    """Those of the rows that no other message of their ordering key holds up.
+
+    Waits for nobody: what another relay holds is not among them, and holds up what comes after it.
+    """
+    chosen = [row for row in locked if not row[KEY]]
+    keyed = sorted((row for row in locked if row[KEY]), key=itemgetter(PK))
+    others, begun = sql.first_others(keyed), set()
+    for row in keyed:
+        # What a vanished relay left behind is the first of its key, or has to wait for it.
+        if row[PK] < others.get(row[KEY], row[PK] + 1) and not (row[OWNER] and row[KEY] in begun):
+            chosen.append(row)
+            begun.add(row[KEY])
+        else:
+            others[row[KEY]] = 0
+    return chosen
+
+
+def _alone(rows: list[Row]) -> list[Row]:
+    """The first row whose relay vanished while it held the message.
+
+    If the message was the reason, it must not take others with it again: it is tried alone.
+    """
+    return [row for row in rows if row[OWNER]][:1]
+
+
+def _heads(sql: Statements, size: int) -> list[Row]:
+    """The first message of each ordering key, however far behind, and what comes after it."""
     heads: list[Row] = []
     # A long backlog of few ordering keys has few heads; they are at its front unless blocked.
-    if crowded and (edge := sql.ask(sql.edge, [WINDOW])):
+    if edge := sql.ask(sql.edge, [WINDOW]):
         heads = sql.rows(sql.heads_before, [edge[0][0], size])
     heads = heads or sql.rows(sql.heads, [size])
-    if heads and heads[0][OWNER]:
-        # Its relay vanished while it held the message. If the message was the reason, it must not
-        # take others with it again: it is tried alone.
-        return heads[:1]
-    heads = [row for row in heads if not row[OWNER]]
-    return heads + _followers(sql, heads, size - len(heads))
+    return _alone(heads) or heads + _followers(sql, heads, size - len(heads))
 
 
 def _followers(sql: Statements, heads: list[Row], room: int) -> list[Row]:

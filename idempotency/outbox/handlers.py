@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -56,14 +57,19 @@ class Handler:
             ).resolved(),
         )
 
+        is_running = False
+
         def run(operation: Any) -> Outcome:
+            nonlocal is_running
+            is_running = True
             self.function(message)
             return Outcome(status=Status.SUCCEEDED)
 
         try:
             engine.run(intent, run)
         except (KeyExpired, ResponseNotRetained):
-            return  # it has run
+            if is_running:  # that of another operation, which the function has called
+                raise
 
 
 _handlers: dict[str, Handler] = {}
@@ -90,6 +96,10 @@ def handler(
         raise ConfigurationError('Name the topics of a handler: @outbox.handler("order.*")')
 
     def register(function: F) -> F:
+        if inspect.iscoroutinefunction(function):
+            raise ConfigurationError(
+                f"{function.__qualname__} is async: it would never run; use async_to_sync"
+            )
         found = Handler(
             name=name or f"{function.__module__}.{function.__qualname__}",
             topics=topics,

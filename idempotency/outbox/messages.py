@@ -48,7 +48,7 @@ class PermanentFailure(PublishFailed):
     """Raised by a publisher or handler: no retry can help, the message is a dead letter now."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class Message:
     """One message on its way out; the same `id` on every attempt."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, Protocol
@@ -38,6 +39,10 @@ def resolve(publisher: Publisher | Publish | str) -> Publish:
     if not callable(publish):
         raise ConfigurationError(
             f"{publisher!r} is no publisher: it is neither callable nor has it a publish(message)"
+        )
+    if inspect.iscoroutinefunction(publish):
+        raise ConfigurationError(
+            f"{publisher!r} is async: nothing would be sent; use async_to_sync"
         )
     return publish
 

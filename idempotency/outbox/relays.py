@@ -186,6 +186,7 @@ class _Batch:
         self.found = 0
         #: Ordering keys of which a message has failed: the later ones have to wait.
         self.held: set[str] = set()
+        self.max_attempts = conf.OUTBOX_MAX_ATTEMPTS
 
     def run(self) -> None:
         untried: list[int] = []
@@ -198,7 +199,7 @@ class _Batch:
                 if message.ordering_key and message.ordering_key in self.held:
                     untried.append(message.pk)
                     continue
-                if message.attempt > conf.OUTBOX_MAX_ATTEMPTS:
+                if message.attempt > self.max_attempts:
                     self._bury(message, VANISHED, tried=False)
                 else:
                     self._try(message)
@@ -225,7 +226,7 @@ class _Batch:
 
     def _failed(self, message: Message, error: Exception) -> None:
         reason = describe(error)
-        if isinstance(error, PermanentFailure) or message.attempt >= conf.OUTBOX_MAX_ATTEMPTS:
+        if isinstance(error, PermanentFailure) or message.attempt >= self.max_attempts:
             self._bury(message, reason)
             return
         after = error.seconds if isinstance(error, RetryAfter) else backoff(message.attempt)

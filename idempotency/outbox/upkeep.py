@@ -34,7 +34,9 @@ def backlog(using: str | None = None) -> Backlog:
     """Count the messages of the database `using` that are not sent."""
     using = using or conf.USING
     pending = Q(status=MessageStatus.PENDING)
-    due = pending & Q(available_at__lte=db.now(using))
+    now = db.now(using)
+    is_held = Q(lease_expires_at__isnull=False) & Q(lease_expires_at__gt=now)
+    due = pending & Q(available_at__lte=now) & ~is_held
     counts = (
         OutboxMessage.objects.using(using)
         .filter(~Q(status=MessageStatus.SENT))

@@ -195,7 +195,7 @@ def test_a_message_changed_by_staff_during_a_claim_is_claimed_as_it_is_then(
     from idempotency.outbox import claims
 
     message, other = send("t", 1), send("t", 2)
-    choose = claims._choose
+    choose = claims.Claims._choose
     interference = [lambda: OutboxMessage.objects.filter(pk=message.pk).delete()]
 
     def interfered(*args: Any, **kwargs: Any) -> Any:
@@ -204,7 +204,7 @@ def test_a_message_changed_by_staff_during_a_claim_is_claimed_as_it_is_then(
             interference.pop()()
         return chosen
 
-    monkeypatch.setattr(claims, "_choose", interfered)
+    monkeypatch.setattr(claims.Claims, "_choose", interfered)
     claimed = claim("default", 10, 60)
     assert claimed is not None
     # The first try rolled back with the deletion it had made; the second took both.
