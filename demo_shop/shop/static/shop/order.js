@@ -3,6 +3,12 @@
 import { follow, forget, keyFor, send } from "../idempotency/idempotent-fetch.js";
 import { csrf, logTo, say, showIn } from "./log.js";
 
+// What the end of an operation means for an order; meanwhile the operation's own words will do.
+const ENDS = {
+  paid: ["Paid. Your card was charged once.", "good"],
+  refunded: ["Refunded. Your money is on its way back.", ""],
+  cancelled: ["Not paid. Nothing was taken from your card.", "bad"],
+};
 const LOSE_AFTER = 250; // ms: the request has arrived, the provider is still thinking
 
 const page = document.getElementById("order");
@@ -30,7 +36,8 @@ async function watch() {
   }
   const end = await follow(operation, { report: showIn(state) });
   if (!end) return;
-  if (end.status === "requires_action") {
+  if (ENDS[status]) say(state, ...ENDS[status]);
+  else if (end.status === "requires_action") {
     const link = document.createElement("a");
     link.href = end.result?.action_url ?? "#";
     link.textContent = "Go to your bank";
