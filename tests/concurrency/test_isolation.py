@@ -159,7 +159,9 @@ def test_a_deadlock_of_two_handlers_is_503_for_one_and_its_retry_runs() -> None:
         return answers
 
     answers = in_threads([lambda: client(rows), lambda: client(rows[::-1])])
-    assert sorted(answers, key=len) == [["201"], ["unavailable", "201"]]
+    # The retry may be so fast that it meets the other one again.
+    assert sum(len(each) for each in answers) > 2
+    assert all(set(each[:-1]) <= {"unavailable"} and each[-1] == "201" for each in answers)
     assert list(Effect.objects.filter(pk__in=rows).values_list("amount", flat=True)) == [2, 2]
 
 
