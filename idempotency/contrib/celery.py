@@ -15,9 +15,9 @@ from celery.signals import before_task_publish, task_postrun, task_prerun
 from django.utils import timezone
 
 from .. import engine, functions, log
-from ..exceptions import ConfigurationError, InProgress, LeaseLost, Refusal, Unavailable
+from ..exceptions import ConfigurationError, Refusal
 from ..scopes import Scope
-from .task_calls import Key, TaskCalls
+from .task_calls import COMES_AGAIN, Key, TaskCalls
 
 logger = logging.getLogger("idempotency")
 
@@ -87,7 +87,7 @@ def idempotent_task(
                 return functions.run(
                     intent, lambda: function(*args, **kwargs), failures, never=NEVER_FINAL
                 )
-            except (InProgress, Unavailable, LeaseLost) as error:
+            except COMES_AGAIN as error:
                 if task is None or task.request.called_directly or task.request.is_eager:
                     raise
                 _put_back(task, countdown, error)

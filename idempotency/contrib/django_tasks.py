@@ -22,9 +22,8 @@ from asgiref.sync import iscoroutinefunction, sync_to_async
 from django.utils import timezone
 
 from .. import completion, functions, outbox, reconciliation, retention
-from ..exceptions import InProgress, LeaseLost, Unavailable
 from ..scopes import Scope
-from .task_calls import Key, TaskCalls
+from .task_calls import COMES_AGAIN, Key, TaskCalls
 
 try:
     from django.tasks import task
@@ -89,7 +88,7 @@ def idempotent_task(
                 try:
                     found = await sync_to_async(intent)(args, kwargs)
                     return await functions.arun(found, lambda: function(*args, **kwargs), failures)
-                except (InProgress, Unavailable, LeaseLost) as error:
+                except COMES_AGAIN as error:
                     await sync_to_async(_enqueue_again)(wrapper, calls, countdown, error)
 
             wrapper: Any = awrapper
@@ -101,7 +100,7 @@ def idempotent_task(
                     return functions.run(
                         intent(args, kwargs), lambda: function(*args, **kwargs), failures
                     )
-                except (InProgress, Unavailable, LeaseLost) as error:
+                except COMES_AGAIN as error:
                     _enqueue_again(wrapper, calls, countdown, error)
 
             wrapper = swrapper

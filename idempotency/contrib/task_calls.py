@@ -9,7 +9,7 @@ from typing import Any
 from django.db.models import Model
 
 from .. import encoding, engine, functions, keys
-from ..exceptions import ConfigurationError
+from ..exceptions import ConfigurationError, InProgress, LeaseLost, Unavailable
 from ..models import Outcome, Status
 from ..scopes import Scope
 
@@ -18,6 +18,10 @@ Key = Callable[..., object] | str | Sequence[str] | None
 
 #: Executors that may vanish before a task is given up, unless it says otherwise.
 GIVE_UP_AFTER = 5
+
+
+#: After these the same call may simply succeed a little later.
+COMES_AGAIN = (InProgress, Unavailable, LeaseLost)
 
 
 class ExecutorsLost(Exception):

@@ -7,7 +7,7 @@ import signal
 import threading
 from contextlib import suppress
 from dataclasses import replace
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any
 from unittest import mock
 
@@ -20,6 +20,7 @@ from django.utils import timezone as django_timezone
 from idempotency import engine, ownership
 from idempotency.admin import story
 from idempotency.contrib.celery import KEY_HEADER, idempotent_task
+from idempotency.contrib.celery_beat import slot_headers
 from idempotency.exceptions import (
     InProgress,
     Mismatch,
@@ -318,6 +319,18 @@ def test_it_is_put_back_and_returns_the_result_later(broker: Queue, running: Any
     first = running.finish()
     assert [broker.deliver(each) for each in again] == [first, first]
     assert (first.state, effects("long")) == ("SUCCESS", 1)
+
+
+def test_a_slot_that_is_sent_again_while_it_runs_is_put_back(broker: Queue, running: Any) -> None:
+    """BUGS N09: another message with another id, for the same slot."""
+    headers = slot_headers("nightly", datetime(2026, 1, 1, 2, 30, tzinfo=UTC))
+    running.apply_async(headers=headers)
+    running.start(broker.sent())
+    running.apply_async(headers=headers)
+    assert broker.deliver(broker.sent()).state == "IGNORED"
+    first = running.finish()
+    assert broker.work() == [first]
+    assert effects("long") == 1
 
 
 def test_what_is_put_back_is_the_same_task_in_every_respect(broker: Queue, running: Any) -> None:

@@ -1,4 +1,4 @@
-"""Django's tasks, on the Immediate backend, on one that can run a task again, and on a database worker."""
+"""Django's tasks, on the Immediate backend, and on one that can run a task again, as a worker may."""
 
 from __future__ import annotations
 
