@@ -184,15 +184,14 @@ def _try(intent: Intent) -> AnyExecution | Replay:
             # that died idle are simply tried again; SQLite has waited for its lock already.
             if not db.is_transient(error):
                 raise
-            if db.is_lock_timeout(error):
-                in_progress(fresh)
             cause = error
             if is_open:  # the error has broken the caller's transaction
                 break
             db.drop_if_broken(policy.using)
             if connections[policy.using].vendor == "sqlite" or round_ >= 2:
                 break
-    if cause is None:  # somebody is just claiming it, perhaps in a longer transaction of their own
+    # Somebody is just claiming it, perhaps in a longer transaction of their own.
+    if cause is None or db.is_lock_timeout(cause):
         in_progress(fresh)
     raise Unavailable(operation_id=pk, retry_after=conf.RETRY_AFTER) from cause
 
