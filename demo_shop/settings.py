@@ -164,6 +164,7 @@ REST_FRAMEWORK = {
 IDEMPOTENCY = {
     "RETENTION": env.int("IDEMPOTENCY_RETENTION", default=24 * 3600),
     "STATUS_ROUTE": "operation-status",
+    "PROBLEM_RENDERER": "demo_shop.shop.views.refused",
     "OUTBOX_PUBLISHER": "demo_shop.shop.tasks.publisher",
 }
 

@@ -131,7 +131,7 @@ def reserve(*, customer: int, lines: list[list[int]], address: uuid.UUID | None)
         id=uuid.uuid5(operation.pk, "order"),
         operation=operation.pk,
     )
-    operation.refer("order", order.pk)
+    refer(operation, order)
     return order.pk
 
 
@@ -145,8 +145,14 @@ def claim(order_id: uuid.UUID) -> uuid.UUID:
         raise AlreadyPaying("A payment for this order is under way.")
     order.operation = operation.pk
     order.save(update_fields=["operation"])
-    operation.refer("order", order.pk)
+    refer(operation, order)
     return order.pk
+
+
+def refer(operation: Operation, order: Order) -> None:
+    """Let support find the operation by what the customer quotes, and by what the provider knows."""
+    operation.refer("order", order.pk)
+    operation.refer("number", order.number)
 
 
 def close(order_id: uuid.UUID, *, key: str) -> None:

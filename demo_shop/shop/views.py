@@ -12,7 +12,9 @@ from django.views.decorators.http import require_POST
 from demo_shop.provider import gateway
 from demo_shop.provider.models import Charge
 from idempotency.decorators import idempotent
+from idempotency.exceptions import Refusal
 
+from . import payments
 from .exceptions import ShopError
 from .forms import BuyForm, CartForm
 from .models import Address, Cart, Order, Product
@@ -48,7 +50,15 @@ def buy_now(request: HttpRequest, slug: str) -> HttpResponse:
         )
     except ShopError as error:
         return render(request, "shop/refused.html", {"reason": str(error)}, status=409)
+    payments.refer(request.operation, order)
     return redirect(order)
+
+
+def refused(request: HttpRequest, refusal: Refusal) -> HttpResponse | None:
+    """A page for people whose form was refused; the API answers with problem documents."""
+    if request.path.startswith("/api/") or not request.accepts("text/html"):
+        return None
+    return render(request, "shop/refused.html", {"refusal": refusal}, status=refusal.status)
 
 
 @login_required

@@ -118,7 +118,10 @@ def test_an_order_is_paid_and_mailed_by_relay_worker_and_beat(demo: Demo, key: s
     assert demo.evidence(order)["webhooks"] >= 2
     state = demo.get(order["status_url"])
     demo.until(lambda: demo.get(order["status_url"])["status"] == "succeeded")
-    assert state["references"] == [{"name": "order", "value": order["id"]}]
+    assert state["references"] == [
+        {"name": "order", "value": order["id"]},
+        {"name": "number", "value": order["number"]},  # what a customer quotes
+    ]
 
 
 @on_sqlite

@@ -52,7 +52,7 @@ def test_an_order_whose_customer_has_left_is_paid_all_the_same(
     url = check_out(demo, key, mode=mode, webhooks="never").json["status_url"]
     state = demo.settled(url)
     assert (state["status"], state["safe_to_retry"]) == ("succeeded", False)
-    order = {"id": state["references"][0]["value"]}
+    order = {"id": {r["name"]: r["value"] for r in state["references"]}["order"]}
     assert demo.order(order)["status"] == "paid"
     assert demo.evidence(order)["charges"] == 1
 

@@ -264,12 +264,14 @@ class CountersView(APIView):
 def place(request: Request, data: dict[str, Any]) -> Order:
     """Place an order that is paid for later. Its id follows from the operation's."""
     with refusals():
-        return Order.objects.place(
+        order = Order.objects.place(
             customer=request.user,
             lines=data["lines"],
             address=data.get("address"),
             id=uuid.uuid5(request.operation.id, "order"),
         )
+    payments.refer(request.operation, order)
+    return order
 
 
 def answer(view: GenericAPIView, paid: dict[str, Any]) -> Response:
