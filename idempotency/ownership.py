@@ -42,7 +42,8 @@ def execute(operation: Operation, intent: Intent, *, is_ours: bool) -> AnyExecut
         try:
             # What is ours already is not left to lie as if we had vanished. Nobody else can execute it,
             # but a duplicate inside a caller's transaction keeps the lock that it has tried.
-            wait = is_ours and intent.policy.on_interrupted == "reconcile"
+            has_started = is_ours and not just_claimed and intent.give_up is not None
+            wait = has_started or (is_ours and intent.policy.on_interrupted == "reconcile")
             locked = db.lock(using, operation.pk, wait=wait)
             # A claimant's own short lease does not stop it.
             may_run = _is_unchanged(locked, operation) and (is_ours or not locked.leased)
@@ -86,7 +87,7 @@ def _take_over_plain(operation: Operation, locked: db.Locked, intent: Intent) ->
         _take_over(operation, locked)
         return True
     # The attempt is put on record before it runs: if it vanishes too, that shows.
-    interruptions = locked.interruptions + (not locked.last_error)
+    interruptions = _vanished_in_a_row(locked)
     limit, outcome = intent.give_up or (None, None)
     if limit is not None and outcome is not None and interruptions >= limit:
         logger.error("operation %s given up: it took down %d executors", operation.pk, limit)
@@ -117,7 +118,7 @@ def lease(
         if _is_unsafe(locked, policy):
             _reconcile(operation, locked)
             return None
-        interruptions = locked.interruptions + (not locked.last_error)
+        interruptions = _vanished_in_a_row(locked)
         if give_up is not None and interruptions >= give_up[0]:
             logger.error("operation %s given up: it took down its executors", operation.pk)
             _reconcile(operation, locked)  # its steps may have had effects: no failure to store
@@ -144,6 +145,13 @@ def _is_unchanged(locked: db.Locked | None, operation: Operation) -> TypeGuard[d
 def _is_unsafe(locked: db.Locked, policy: Resolved) -> bool:
     """Whether the executor vanished, and the policy says that only a reconciler knows what it did."""
     return policy.on_interrupted == "reconcile" and not locked.last_error
+
+
+def _vanished_in_a_row(locked: db.Locked) -> int:
+    """Executors that vanished since one said how it failed. Copies that come while another is about to
+    start may be mistaken once in a while; such mistakes do not add up.
+    """
+    return 0 if locked.last_error else locked.interruptions + 1
 
 
 def _is_telling(locked: db.Locked, intent: Intent) -> bool:

@@ -51,7 +51,7 @@ def idempotent_task(
 
     Exceptions in `failures` are final and raise StoredFailure on every delivery. All others, also
     `self.retry`, `Ignore` and the soft time limit, roll back; the next delivery runs again. After
-    `give_up_after` (5) workers died running it, the operation fails for good with StoredFailure; a
+    `give_up_after` (5) workers in a row died running it, the operation fails for good with StoredFailure; a
     stepwise one becomes `reconciling`, because its steps may have had effects. `fingerprint` is a
     callable of the arguments; without it, the same key with other arguments raises Mismatch. Other
     keyword arguments build a Policy.

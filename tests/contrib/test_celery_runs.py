@@ -17,7 +17,7 @@ from celery.exceptions import Ignore, SoftTimeLimitExceeded
 from django.db import DatabaseError, OperationalError, connections, transaction
 from django.utils import timezone as django_timezone
 
-from idempotency import engine, ownership
+from idempotency import db, engine, ownership
 from idempotency.admin import story
 from idempotency.contrib.celery import KEY_HEADER, idempotent_task
 from idempotency.contrib.celery_beat import slot_headers
@@ -504,6 +504,31 @@ def test_a_task_that_kills_its_worker_again_and_again_ends_dead(broker: Queue) -
     assert broker.deliver(delivery).state == "FAILURE"  # and stays dead
 
 
+def test_deaths_count_in_a_row(broker: Queue) -> None:
+    parent = os.getpid()
+
+    @broker.task(name="moody")
+    @idempotent_task(key=lambda how: "k", fingerprint=lambda how: None, give_up_after=3)
+    def moody(how: str) -> int:
+        pk = effect("moody")
+        if how == "die":
+            assert os.getpid() != parent
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "fail":
+            raise ValueError
+        return pk
+
+    def send(how: str) -> Any:
+        moody.delay(how)
+        return broker.sent()
+
+    for last, state in (("fail", "FAILURE"), ("end", "SUCCESS")):
+        for _ in range(2):
+            killed(broker, send("die"))
+        assert after_death(broker, send(last)).state == state
+    assert effects("moody") == 1
+
+
 def test_a_stepwise_task_that_kills_its_workers_waits_for_people(broker: Queue) -> None:
     """Its steps may have had effects: neither failed nor succeeded can be claimed."""
     dies = dies_when_told(broker, give_up_after=2, stepwise=True)
@@ -581,6 +606,48 @@ def test_an_attempt_that_is_about_to_start_is_no_death(monkeypatch: pytest.Monke
     assert isinstance(second, Execution)
     second.complete(Outcome(status=Status.SUCCEEDED, body=b"null"))
     assert only().interruptions == 0
+
+
+@pytest.mark.vendor("postgresql", "mysql")
+def test_copies_that_look_do_not_keep_a_started_attempt_from_running(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is on record as started: if it went away now, the next one would take it for a death."""
+    counted = replace(intent("k"), give_up=(5, Outcome(status=Status.FAILED, body=b"null")))
+    begin, real_lock = engine.begin, db.lock
+    failed = begin(counted)
+    assert isinstance(failed, Execution)
+    failed.fail(ValueError())
+    looking, looked = threading.Event(), threading.Event()
+    locks: list[bool] = []
+
+    def look() -> None:
+        with transaction.atomic():
+            assert real_lock("default", failed.operation.pk)
+            looking.set()
+            looked.wait(60)
+        connections.close_all()
+
+    def lock(*args: Any, wait: bool = False) -> Any:
+        locks.append(wait)
+        if len(locks) == 2:  # after the record of the takeover
+            copy.start()
+            assert looking.wait(60)
+        if wait:
+            looked.set()
+        return real_lock(*args, wait=wait)
+
+    copy = threading.Thread(target=look)
+    with monkeypatch.context() as patch:
+        patch.setattr(db, "lock", lock)
+        try:
+            started = begin(counted)
+        finally:
+            looked.set()
+            copy.join(60)
+    assert isinstance(started, Execution)
+    started.complete(Outcome(status=Status.SUCCEEDED, body=b"null"))
+    assert (only().status, only().attempt) == (Status.SUCCEEDED, 2)
 
 
 @pytest.mark.parametrize("how", ["swallowed", "marked", "closed"])
