@@ -5,15 +5,18 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import psycopg
 import pytest
 
-from tests.run import read_report
+from tests import run
+from tests.processes import eventually
+from tests.run import PARTS, Part, Result, Runs, paths_of_parts, read_report, total
 from tests.servers import postgresql
-from tests.servers.base import REPOSITORY, Server, ServerError
+from tests.servers.base import REPOSITORY, Server, ServerError, process_is_alive
 
 # One run is enough: these servers are not the database under test.
 pytestmark = pytest.mark.vendor("sqlite")
@@ -106,7 +109,70 @@ def test_a_run_without_a_report_counts_as_failed(tmp_path: Path) -> None:
 def test_a_report_is_counted(tmp_path: Path) -> None:
     report = tmp_path / "report.xml"
     report.write_text(
-        '<testsuites><testsuite tests="9" failures="2" errors="1" skipped="3"/></testsuites>'
+        '<testsuites><testsuite tests="9" failures="2" errors="1" skipped="3">'
+        '<testcase classname="tests.test_a" name="test_b"><failure/></testcase>'
+        '<testcase classname="tests.test_a" name="test_c"/></testsuite></testsuites>'
     )
     result = read_report("sqlite", report)
     assert (result.passed, result.failed, result.skipped) == (3, 3, 3)
+    assert result.failures == ["tests.test_a::test_b"]
+
+
+def test_no_test_belongs_to_no_part_or_to_two() -> None:
+    *apart, rest = paths_of_parts(["-q", "-k", "replay"])
+    directories = [path for paths in apart for path in paths]
+    assert all((REPOSITORY / path).is_dir() for path in directories)
+    assert len(set(directories)) == len(directories)
+    assert rest == ["tests", *(f"--ignore={path}" for path in directories)]
+
+
+def test_arguments_that_name_tests_run_in_one_part() -> None:
+    assert paths_of_parts(["-q", "tests/test_servers.py::test_a_report_is_counted"]) == [[]]
+
+
+def test_each_part_has_a_test_database_of_its_own() -> None:
+    def url(database: str, given: str | None, number: int) -> str | None:
+        return Part(database, given, number, [], [], Path()).own_url()
+
+    given = "postgres://me:secret@host:5433/shop?sslmode=require"
+    urls = [url("postgresql", given, number) for number in range(len(PARTS))]
+    assert urls[0] == given
+    assert urls[1] == "postgres://me:secret@host:5433/shop_1?sslmode=require"
+    assert len(set(urls)) == len(PARTS)
+    assert url("sqlite", None, 1) is None  # files are named by process
+
+
+def test_the_parts_of_a_database_are_counted_together() -> None:
+    found = total(
+        [
+            Result("sqlite", passed=1, failed=2, skipped=3, started=10, ended=40),
+            Result("sqlite", passed=9, failed=1, started=5, ended=20, failures=["a::b"]),
+        ]
+    )
+    assert str(found) == "  SQLite      10 passed, 3 failed, 3 skipped in 35 s\n    failed: a::b"
+
+
+@pytest.mark.parametrize("handler", ["pass", "signal.signal(signal.SIGINT, signal.SIG_IGN)"])
+def test_an_interrupted_run_leaves_no_process(
+    handler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that do not end in order are killed."""
+    monkeypatch.setattr(run, "STOP_SECONDS", 0.2 if "IGN" in handler else 60)
+    code = f"import os, signal, time; {handler}; print(os.getpid(), flush=True); time.sleep(600)"
+    output = tmp_path / "output"
+    runs, codes = Runs(), []
+
+    def start() -> None:
+        with output.open("w") as writer:
+            codes.append(runs.run([sys.executable, "-c", code], dict(os.environ), writer))
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    pid = int(eventually(lambda: output.exists() and output.read_text().strip(), "it starts"))
+    runs.stop()
+    thread.join()
+    assert codes != [0]
+    assert not process_is_alive(pid)
+    start()
+    assert codes[1] == 1  # nothing starts any more
+    assert str(pid) not in output.read_text()
