@@ -69,6 +69,7 @@ def record(**extra: Any) -> logging.LogRecord:
 
 def test_the_name_is_there_too_and_a_dash_outside() -> None:
     operation = Operation(name="order-create")
+    operation.execution = object()  # somebody executes it
     with engine.running(operation):
         assert record().operation_name == "order-create"  # type: ignore[attr-defined]
     assert record().operation_name == "-"  # type: ignore[attr-defined]
