@@ -9,7 +9,7 @@ no key of its own then runs each slot once. For django-celery-beat, mix `Slots` 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import UTC, date, datetime, time, timedelta
@@ -61,12 +61,7 @@ def latest_slot(when: Any, at: datetime) -> datetime | None:
     if clocked is not None:
         return clocked.astimezone(UTC)  # type: ignore[no-any-return]
     if isinstance(when, crontab):
-        day = _local_day(when, at)
-        for back in range(_LOOK_BACK):
-            found = [slot for slot in _slots_of(when, day - back * _DAY) if slot <= at]
-            if found:
-                return found[-1]
-        return None
+        return _latest_of_crontab(when, at)
     every = _interval(when)
     return None if every is None else _latest(every, at)
 
@@ -75,8 +70,20 @@ def _local_day(when: Any, at: datetime) -> date:
     return at.astimezone(when.tz).date()
 
 
-def _slots_of(when: Any, day: date) -> list[datetime]:
-    """The slots of one day, made of the fields alone: Celery's own arithmetic differs between versions.
+def _latest_of_crontab(when: Any, at: datetime) -> datetime | None:
+    day, hour = _local_day(when, at), at.astimezone(when.tz).hour
+    for back in range(_LOOK_BACK):
+        # The last hours are enough, also where a change of clocks has moved one.
+        hours = sorted(h for h in when.hour if h <= hour)[-3:]
+        found = [slot for slot in _slots_of(when, day - back * _DAY, hours) if slot <= at]
+        if found:
+            return found[-1]
+        hour = 23
+    return None
+
+
+def _slots_of(when: Any, day: date, hours: Iterable[int] | None = None) -> list[datetime]:
+    """The slots of some hours of one day, made of the fields alone: Celery's own sums differ by version.
 
     When clocks go forward, 02:30 is an hour later, as Celery has it. When they go back, it is the first
     of the two; only what runs every hour has both.
@@ -89,7 +96,7 @@ def _slots_of(when: Any, day: date) -> list[datetime]:
     if not is_that_day:
         return []
     found = set()
-    for hour, minute in product(when.hour, when.minute):
+    for hour, minute in product(when.hour if hours is None else hours, when.minute):
         local = datetime.combine(day, time(hour, minute), when.tz)
         slot = local.astimezone(UTC)
         found.add(slot)
