@@ -581,11 +581,11 @@ def test_a_copy_cannot_come_before_a_failure_is_recorded(
     relock = Execution._relock
     copies: list[Any] = []
 
-    def copy_first(self: Execution) -> bool:
+    def copy_first(self: Execution, **options: bool) -> bool:
         if not copies:
             copies.append(None)
             copies.extend(in_threads([lambda: broker.deliver(delivery)]))
-        return relock(self)
+        return relock(self, **options)
 
     monkeypatch.setattr(Execution, "_relock", copy_first)
     assert broker.deliver(delivery).state == "FAILURE"
