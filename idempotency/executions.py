@@ -167,10 +167,11 @@ class Execution:
             db.drop_if_broken(self.policy.using)
 
     def _relock(self) -> bool:
-        # Where silence means that the outcome is unknown, somebody who happens to hold the lock is
-        # waited for. Elsewhere it may be the next executor.
-        wait = self.policy.on_interrupted == "reconcile" and not self.joined
-        locked = db.lock(self.policy.using, self.operation.pk, wait=wait)
+        # Somebody who happens to hold the lock is waited for where silence would be misunderstood.
+        # Elsewhere it may be the next executor.
+        is_doubt = self.operation.status == Status.RECONCILING
+        must_tell = is_doubt or self.policy.on_interrupted == "reconcile"
+        locked = db.lock(self.policy.using, self.operation.pk, wait=must_tell and not self.joined)
         return (
             locked is not None
             and locked.status == Status.PROCESSING

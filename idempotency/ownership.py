@@ -49,7 +49,7 @@ def execute(operation: Operation, intent: Intent, *, is_ours: bool) -> AnyExecut
             may_run = _is_unchanged(locked, operation) and (is_ours or not locked.leased)
             free = locked if may_run else None
             pause = None
-            if free is not None and not (is_ours or joined) and _is_telling(free, intent):
+            if free is not None and not (is_ours or joined or free.last_error):
                 pause = next(pauses, None)  # it may be just about to start, or to say how it failed
             if pause is not None:
                 free = None
@@ -152,12 +152,6 @@ def _vanished_in_a_row(locked: db.Locked) -> int:
     start may be mistaken once in a while; such mistakes do not add up.
     """
     return 0 if locked.last_error else locked.interruptions + 1
-
-
-def _is_telling(locked: db.Locked, intent: Intent) -> bool:
-    """Whether it matters that nobody recorded how the attempt before ended."""
-    counted = intent.give_up is not None and not locked.last_error
-    return counted or _is_unsafe(locked, intent.policy)
 
 
 def _reconcile(operation: Operation, locked: db.Locked) -> None:

@@ -7,7 +7,7 @@ from django.db import transaction
 
 from idempotency import db, engine, ownership
 from idempotency.exceptions import InProgress, OutcomeUnknown
-from idempotency.models import Status
+from idempotency.models import EventKind, Status, describe_error
 from idempotency.testing import age
 from tests import callers
 from tests.callers import intent, operation
@@ -16,8 +16,8 @@ from tests.processes import Signal, running
 pytestmark = pytest.mark.django_db(transaction=True)
 
 
-def begin(key: str) -> engine.Execution:
-    begun = engine.begin(intent(key, on_interrupted="reconcile"))
+def begin(key: str, on_interrupted: str = "reconcile") -> engine.Execution:
+    begun = engine.begin(intent(key, on_interrupted=on_interrupted))
     assert isinstance(begun, engine.Execution)
     return begun
 
@@ -45,15 +45,30 @@ def test_an_attempt_that_said_how_it_failed_is_followed_by_another_at_once():
     assert operation(key).status == Status.SUCCEEDED
 
 
-def test_an_attempt_is_given_a_moment_to_say_how_it_failed(monkeypatch):
+@pytest.mark.parametrize("policy", ["rerun", "reconcile"])
+def test_an_attempt_is_given_a_moment_to_say_how_it_failed(monkeypatch, policy):
     """Between its rollback and its record the row looks as if its executor had vanished."""
     key = callers.new_key()
-    failing = begin(key)
+    failing = begin(key, policy)
     vanish(failing)
     age(operation(key), 3)  # longer than the lease of a beginning
     monkeypatch.setattr(ownership.time, "sleep", lambda seconds: failing.record(ValueError()))
-    begin(key).complete(callers.succeed(operation(key)))
+    begin(key, policy).complete(callers.succeed(operation(key)))
     assert operation(key).status == Status.SUCCEEDED
+    assert (EventKind.TAKEN_OVER, "") not in callers.events(key)
+
+
+@pytest.mark.parametrize("policy", ["rerun", "reconcile"])
+def test_an_attempt_is_given_a_moment_to_say_that_nobody_knows(monkeypatch, policy):
+    """A duplicate in that moment would run what may have happened."""
+    key = callers.new_key()
+    doubting = begin(key, policy)
+    vanish(doubting)
+    age(operation(key), 3)
+    doubt = OutcomeUnknown(operation_id=operation(key).pk)
+    monkeypatch.setattr(ownership.time, "sleep", lambda seconds: doubting.record(doubt))
+    with pytest.raises(OutcomeUnknown):
+        begin(key, policy)
 
 
 @contextmanager
@@ -80,13 +95,17 @@ def locked_until_somebody_waits(monkeypatch, key):
 
 
 @pytest.mark.vendor("postgresql", "mysql")
-def test_somebody_who_happens_to_hold_the_lock_does_not_silence_an_attempt(monkeypatch):
+@pytest.mark.parametrize("policy", ["rerun", "reconcile"])
+def test_somebody_who_happens_to_hold_the_lock_does_not_silence_an_attempt(monkeypatch, policy):
     key = callers.new_key()
-    failing = begin(key)
+    failing = begin(key, policy)
     vanish(failing)
+    error = (
+        ValueError() if policy == "reconcile" else OutcomeUnknown(operation_id=operation(key).pk)
+    )
     with locked_until_somebody_waits(monkeypatch, key):
-        failing.record(ValueError())
-    assert "ValueError" in operation(key).last_error
+        failing.record(error)
+    assert operation(key).last_error == describe_error(error)
 
 
 @pytest.mark.vendor("postgresql", "mysql")
