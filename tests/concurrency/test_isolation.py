@@ -188,7 +188,9 @@ def test_a_serialization_failure_of_two_handlers_is_503_for_one_and_its_retry_ru
         return answers
 
     answers = in_threads([lambda: client(0), lambda: client(1)])
-    assert sorted(answers, key=len) == [["201"], ["unavailable", "201"]]
+    # It may refuse one that would have been right, too: it goes by the pages that were read.
+    assert sum(len(each) for each in answers) > 2
+    assert all(set(each[:-1]) <= {"unavailable"} and each[-1] == "201" for each in answers)
     amounts = Effect.objects.filter(pk__in=rows).values_list("amount", flat=True)
     assert sorted(amounts) == [1, 2]  # as if one had run after the other
 
