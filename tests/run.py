@@ -67,7 +67,7 @@ class Result:
         counts = f"{self.passed} passed, {self.failed} failed, {self.skipped} skipped"
         seconds = self.ended - self.started
         line = f"  {NAMES[self.database]:<11} {self.remark or f'{counts} in {seconds:.0f} s'}"
-        return "\n".join([line, *(f"    failed: {name}" for name in self.failures)])
+        return "\n".join([line, *(f"    failed: {name}" for name in dict.fromkeys(self.failures))])
 
 
 def total(results: Iterable[Result]) -> Result:

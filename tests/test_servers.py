@@ -146,7 +146,7 @@ def test_the_parts_of_a_database_are_counted_together() -> None:
     found = total(
         [
             Result("sqlite", passed=1, failed=2, skipped=3, started=10, ended=40),
-            Result("sqlite", passed=9, failed=1, started=5, ended=20, failures=["a::b"]),
+            Result("sqlite", passed=9, failed=1, started=5, ended=20, failures=["a::b"] * 2),
         ]
     )
     assert str(found) == "  SQLite      10 passed, 3 failed, 3 skipped in 35 s\n    failed: a::b"
