@@ -16,7 +16,7 @@ from django.urls import reverse
 from idempotency.models import MessageStatus, OutboxMessage
 from tests.test_admin import detail as page_of_operation
 from tests.test_admin import get, grant, staff
-from tests.test_retention import FUTURE, make, make_message
+from tests.test_retention import FUTURE, PAST, make, make_message
 
 __all__ = ["staff"]
 
@@ -118,7 +118,8 @@ def test_the_search_goes_through_an_index_on_postgresql(staff: Client) -> None:
         ({"status": DEAD, "attempts": 40}, "Given up after 40 attempts."),
         ({"status": DEAD, "attempts": 1}, "Given up after 1 attempt."),
         ({"status": DEAD, "ordering_key": "order:7"}, "Later messages of order:7 wait for it."),
-        ({"status": PENDING, "owner": "x", "attempts": 1}, "A relay has it in hand."),
+        ({"status": PENDING, "owner": "x", "lease_expires_at": FUTURE}, "A relay has it in hand."),
+        ({"status": PENDING, "owner": "x", "lease_expires_at": PAST}, "in hand is gone"),
         ({"status": PENDING, "attempts": 2, "last_error": "app.Down"}, "Attempt 2 failed"),
         ({"status": PENDING, "attempts": 2, "last_error": "app.Down"}, "Last error: app.Down"),
         ({"status": PENDING}, "It waits for the relay"),

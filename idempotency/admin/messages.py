@@ -15,7 +15,7 @@ from django.utils.text import capfirst
 from django.utils.translation import gettext, ngettext
 from django.utils.translation import gettext_lazy as _
 
-from .. import outbox
+from .. import db, outbox
 from ..conf import conf
 from ..models import MessageStatus, OutboxMessage
 from . import story
@@ -163,7 +163,12 @@ def _headline(message: OutboxMessage, *, is_held: bool) -> str:
             % attempts
         )
     if message.owner:
-        return gettext("A relay has it in hand.")
+        leased = OutboxMessage.objects.using(message._state.db).filter(
+            pk=message.pk, lease_expires_at__gt=db.now(message._state.db or conf.USING)
+        )
+        if leased.exists():
+            return gettext("A relay has it in hand.")
+        return gettext("The relay that had it in hand is gone; the next one tries it alone.")
     if is_held:
         return gettext("It waits for an earlier message of its ordering key.")
     if attempts:
