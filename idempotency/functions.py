@@ -53,6 +53,10 @@ def idempotent_function(
     Inside somebody's transaction the operation joins it; otherwise it opens its own. Works on async
     functions. Raises Mismatch, InProgress and the other Refusals of the engine.
     """
+    if not callable(key):
+        raise ConfigurationError(
+            f"key is called with the function's arguments; {key!r} is no function"
+        )
     get_fingerprint = options.pop("fingerprint", None)
     policy = policy_of(options, failures)
 

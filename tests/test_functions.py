@@ -191,6 +191,12 @@ def test_the_key_is_validated() -> None:
         settle("with blanks")
 
 
+def test_a_key_that_cannot_be_called_is_refused_where_it_is_written() -> None:
+    key: Any = "order_id"
+    with pytest.raises(ConfigurationError, match="'order_id' is no function"):
+        idempotent_function(name="f", key=key)
+
+
 def test_what_only_views_have_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="methods, required"):
         idempotent_function(key=str, required=True, methods=("POST",))

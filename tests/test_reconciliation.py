@@ -180,7 +180,13 @@ def test_nobody_asks_twice_at_the_same_time() -> None:
 
 @pytest.mark.parametrize(
     "answer",
-    [ConnectionError("secret"), None, "confirmed", Outcome(status="processing"), Confirmed(object())],
+    [
+        ConnectionError("secret"),
+        None,
+        "confirmed",
+        Outcome(status="processing"),
+        Confirmed(object()),
+    ],
 )
 def test_a_reconciler_that_fails_or_answers_nonsense_settles_nothing(
     answer: Any, caplog: pytest.LogCaptureFixture

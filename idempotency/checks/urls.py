@@ -194,8 +194,8 @@ def _judge(
         policy.using not in opted_out
     ):
         yield checks.Warning(
-            f"{where} still runs inside ATOMIC_REQUESTS: a duplicate waits for the whole first "
-            "request instead of being answered at once, and an error answer may lose its record.",
+            f"{where} still runs inside ATOMIC_REQUESTS: its claim shows only when the whole request "
+            "has committed, and an error answer may lose its record.",
             hint="Decorate dispatch() instead of a single method, or keep "
             "@transaction.non_atomic_requests on the outermost function.",
             id="idempotency.W081",

@@ -43,6 +43,8 @@ class TaskCalls:
         give_up_after: int | None,
         options: dict[str, Any],
     ) -> None:
+        if any(hasattr(function, name) for name in ("apply_async", "enqueue")):
+            raise ConfigurationError("idempotent_task goes below the decorator that makes the task")
         self.function = function
         self.name = name or functions.path_of(function)
         self.key = key

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 from django.db import DatabaseError, InterfaceError, OperationalError, connections, transaction
@@ -135,9 +134,17 @@ def claim(
                 cursor.execute(sql.claim_plain, [key, key, *plain, due])
                 row = cursor.fetchone()
                 return row is None, None if row is None else _operation(connection, pk, row)
-            with transaction.atomic(using) if in_transaction(using) else nullcontext():
+            # atomic() would leave a lost connection with autocommit off "in a transaction" for good.
+            savepoint = transaction.savepoint(using) if in_transaction(using) else None
+            try:
                 cursor.execute(sql.claim, [key, *params])
+            except DatabaseError as error:
+                if savepoint and is_lock_timeout(error):
+                    transaction.savepoint_rollback(savepoint, using)
+                raise
             _, is_new, _, *row = cursor.fetchone()
+            if savepoint:
+                transaction.savepoint_commit(savepoint, using)
             return is_new, None if row[0] is None else _operation(connection, pk, row)
         if sql.upserts:
             try:

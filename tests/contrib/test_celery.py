@@ -15,6 +15,7 @@ from typing import Any
 from uuid import UUID
 
 import pytest
+from celery import shared_task
 
 from idempotency import log
 from idempotency.contrib.celery import KEY_HEADER, OPERATION_HEADER, idempotent_task, slot_key
@@ -35,6 +36,12 @@ INVOICE = UUID("01890a5d-ac96-774b-bcce-b302099a8057")
 
 class Colour(Enum):
     RED = "red"
+
+
+def test_the_decorator_above_the_task_is_refused() -> None:
+    """It would give a function without delay()."""
+    with pytest.raises(ConfigurationError, match="below the decorator"):
+        idempotent_task()(shared_task(effect))
 
 
 # Which intent a task stands for ----------------------------------------------------------------
