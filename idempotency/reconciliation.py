@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from django.db import transaction
+from django.db import OperationalError, transaction
 from django.db.models import F, Q, QuerySet
 from django.utils.module_loading import import_string
 
@@ -328,7 +328,14 @@ def postpone(operation: Operation, pause: float) -> bool:
         owner=operation.owner,
         due_at__lte=db.now(using),
     )
-    return mine.update(due_at=db.now(using, after=pause), checks=F("checks") + 1) == 1
+    values = {"due_at": db.now(using, after=pause), "checks": F("checks") + 1}
+    try:
+        return mine.update(**values) == 1
+    except OperationalError as error:
+        # MariaDB: it may deadlock with others that want the row, through the index of what is due.
+        if db.in_transaction(using) or not db.is_transient(error):
+            raise
+        return mine.update(**values) == 1
 
 
 def wait(operation: Operation, pause: float) -> None:

@@ -13,6 +13,7 @@ import pytest
 from asgiref.sync import async_to_sync
 from celery import shared_task
 from django.core.management import CommandError, call_command
+from django.db import OperationalError, connection
 from django.db.models import F
 from django.http import HttpRequest, HttpResponse, JsonResponse
 from django.utils import timezone
@@ -481,6 +482,20 @@ def test_an_abandoned_async_function_is_run_again() -> None:
     age(key=key)
     assert complete_abandoned() == Report(asked=1, settled=1)
     assert (find(key).status, shops.stock(key)) == (Status.SUCCEEDED, -1)
+
+
+def test_a_deadlock_over_who_looks_does_not_end_the_completer() -> None:
+    key = abandon(job)
+    deadlocks = [OperationalError(1213, "Deadlock found when trying to get lock")]
+
+    def deadlock(execute: Any, sql: str, *args: Any) -> Any:
+        if deadlocks and sql.startswith("UPDATE") and "due_at" in sql:
+            raise deadlocks.pop()
+        return execute(sql, *args)
+
+    with connection.execute_wrapper(deadlock):
+        assert complete_abandoned() == Report(asked=1, settled=1)
+    assert (deadlocks, shops.stock(key)) == ([], -1)
 
 
 def test_a_function_whose_lease_is_alive_is_left_alone() -> None:

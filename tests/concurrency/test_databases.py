@@ -1,5 +1,6 @@
 """Several databases, a router with a replica, neighbouring keys, and a purge in between."""
 
+import itertools
 import random
 import threading
 from collections import Counter
@@ -173,7 +174,10 @@ def test_every_life_of_a_key_has_one_effect_however_often_it_is_ended(purges: bo
 
     def client(number: int) -> Counter[tuple[str, str]]:
         answers: Counter[tuple[str, str]] = Counter()
-        for step in range(40):
+        for step in itertools.count():
+            # Until there was something to race with: on SQLite the ager may be the last to get the lock.
+            if step >= 40 and ager.ended.total() > len(keys):
+                break
             key = keys[(number // 2 + step) % len(keys)]
             response = post(view, key)
             kind = problem(response) or str(response.status_code)
@@ -191,7 +195,6 @@ def test_every_life_of_a_key_has_one_effect_however_often_it_is_ended(purges: bo
     ager.age()  # the lives that are still going on
     for key in keys:
         assert effects(key) == answers[key, "new"] == ager.ended[key], key
-    assert sum(ager.ended.values()) > len(keys)  # there was something to race with
 
 
 def test_a_failed_attempt_that_is_purged_meanwhile_is_run_again() -> None:
