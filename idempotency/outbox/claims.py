@@ -1,8 +1,8 @@
 """Which messages a relay may take, and what it writes about them afterwards.
 
 A claim begins a lease, so that the very predicate it selected by is false for everybody else, and
-leaves a token in `owner`. Whatever is written later is conditional on
-that token: a relay that slept too long changes nothing.
+leaves a token in `owner`. Whatever is written later is conditional on that token: a relay that slept
+too long changes nothing.
 """
 
 from __future__ import annotations
