@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from django.db import DatabaseError, InterfaceError, OperationalError, connections, transaction
+from django.db import DatabaseError, InterfaceError, OperationalError, connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.db.models import DateTimeField
 from django.db.models.expressions import RawSQL
@@ -135,16 +135,16 @@ def claim(
                 row = cursor.fetchone()
                 return row is None, None if row is None else _operation(connection, pk, row)
             # atomic() would leave a lost connection with autocommit off "in a transaction" for good.
-            savepoint = transaction.savepoint(using) if in_transaction(using) else None
+            savepoint = connection.savepoint() if in_transaction(using) else None
             try:
                 cursor.execute(sql.claim, [key, *params])
             except DatabaseError as error:
                 if savepoint and is_lock_timeout(error):
-                    transaction.savepoint_rollback(savepoint, using)
+                    connection.savepoint_rollback(savepoint)
                 raise
             _, is_new, _, *row = cursor.fetchone()
             if savepoint:
-                transaction.savepoint_commit(savepoint, using)
+                connection.savepoint_commit(savepoint)
             return is_new, None if row[0] is None else _operation(connection, pk, row)
         if sql.upserts:
             try:
