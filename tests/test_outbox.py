@@ -433,6 +433,20 @@ def test_what_a_relay_left_behind_waits_for_a_redriven_head(recorder: Recorder) 
     assert recorder.topics == ["head", "follower", "last"]
 
 
+@pytest.mark.django_db(transaction=True)
+def test_keys_that_differ_in_case_hold_up_each_their_own() -> None:
+    """For MariaDB's usual collations they are equal."""
+    for topic, key in (("first", "A"), ("second", "a"), ("third", "a")):
+        send(topic, ordering_key=key)
+    held = claim("default", 2, 60)
+    assert held is not None
+    assert claim("default", 2, 60) is None
+    assert held.sent([message.pk for message in held.messages]) == 2
+    left = claim("default", 2, 60)
+    assert left is not None
+    assert [message.topic for message in left.messages] == ["third"]
+
+
 def test_the_order_is_that_of_writing_not_of_what_became_due_first(recorder: Recorder) -> None:
     first, second = send("first", ordering_key="a"), send("second", ordering_key="a")
     for message, hours in ((first, 2), (second, 1)):

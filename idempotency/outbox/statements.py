@@ -93,11 +93,13 @@ class Statements:
         order = f"ORDER BY {t}.{q('available_at')}, {t}.{q('id')} LIMIT %s {locked}"
         candidates = f"SELECT {columns} FROM {t} WHERE {due}"
         self.oldest = f"{candidates} {order}"
+        key = q("ordering_key")
+        # MySQL's collations make one group of keys that differ in case, and name it after one of them.
+        exact = f"CAST({key} AS BINARY)" if connection.vendor == "mysql" else key
         #: The first message of each ordering key that is none of these.
         self.others = (
-            f"SELECT {q('ordering_key')}, MIN({q('id')}) FROM {t} WHERE {blocks(t)} "
-            f"AND {q('id')} < %s AND NOT ({q('id')} {{ids}}) "
-            f"AND {q('ordering_key')} IN ({{keys}}) GROUP BY {q('ordering_key')}"
+            f"SELECT MIN({key}), MIN({q('id')}) FROM {t} WHERE {blocks(t)} AND {q('id')} < %s "
+            f"AND NOT ({q('id')} {{ids}}) AND {key} IN ({{keys}}) GROUP BY {exact}"
         )
         self.heads = f"{candidates} AND {head} {order}"
         self.heads_before = f"{candidates} AND {t}.{q('available_at')} <= %s AND {head} {order}"
